@@ -1,0 +1,57 @@
+# `make demo` and `make test` set up what they need on a bare machine; a second call reuses it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+FLOOR := .floor
+FLOOR_READY := $(FLOOR)/.ready
+
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-floor lint types format soak bench clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+setup: $(READY) ## Make .venv with everything that tests and demo need.
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[trl]' --group dev
+	touch $@
+
+$(FLOOR_READY): constraints-floor.txt $(READY)
+	rm -rf $(FLOOR)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(FLOOR) --requirement constraints-floor.txt
+	touch $@
+
+demo: $(READY) ## Train two real GRPO runs on the CPU: one healthy, one that blows up and is halted.
+	$(BIN)/python examples/trl_grpo.py --output-dir demo-output
+
+test: $(READY) $(FLOOR_READY) ## Run all tests; those of TRL on the newest and on the lowest supported version.
+	$(BIN)/python -m pytest -m 'not soak'
+	PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -m 'trl and not soak' tests/trl
+
+soak: $(READY) ## Run the long repeats as well.
+	$(BIN)/python -m pytest -m soak
+
+bench: $(READY) ## Print cost and detection beside the peers; SERIES=folder of labelled series.
+	$(BIN)/python benchmarks/cost.py
+	$(BIN)/python benchmarks/detection.py $(SERIES)
+
+lint: $(READY) ## Check format and lint.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY) ## Check types.
+	$(BIN)/mypy
+
+format: $(READY) ## Format, and fix what can be fixed.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove what the other targets made.
+	rm -rf $(VENV) $(FLOOR) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

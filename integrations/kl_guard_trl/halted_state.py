@@ -1,0 +1,90 @@
+"""Keeping the state at a halt: the trainer's own save, sent to another folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("kl_guard")
+
+BYTES_PER_PARAMETER = 12  # weights in 4 bytes and two Adam moments; less where they are narrower
+SAFETY = 2.0
+COMPLETIONS = "completions"
+
+
+class HaltedState:
+    """Sends the one save at a halt to `<output_dir>/kl_guard/halted/step-N`.
+
+    The trainer itself saves, so that sharded and quantised models come out complete, and its rotation, which looks
+    only at the folder it saves to, leaves the run's own checkpoints alone. `output_dir` and `push_to_hub` of the
+    training arguments are changed for the time of that save and put back in `finish`, and so is the best checkpoint
+    that the trainer remembers: were it the halted state, the trainer would delete all others at the end.
+    """
+
+    def __init__(self, args: Any, state: Any) -> None:
+        self._args = args
+        self._state = state
+        self._best = state.best_model_checkpoint
+        self._output_dir: str = args.output_dir
+        self._push = getattr(args, "push_to_hub", False)
+        self.folder = Path(args.output_dir) / "kl_guard" / "halted"
+        self.path: Path | None = None
+        self._redirected = False
+
+    def why_not(self, model: Any) -> str | None:
+        """Make the folder; return why the state cannot be kept there: too little space, or it cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (Path(self._output_dir) / COMPLETIONS).is_dir():
+                (self.folder / COMPLETIONS).mkdir(
+                    exist_ok=True
+                )  # TRL writes there after on_log, where output_dir is then
+            if not os.access(self.folder, os.W_OK):
+                return f"{self.folder} cannot be written"
+            need = SAFETY * BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            return f"{self.folder} cannot be written ({error})"
+        if free < need:
+            return f"it may take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        return None
+
+    def redirect(self) -> None:
+        """Send what the trainer saves next to the folder of halted states."""
+        self._redirected = True
+        self._args.output_dir = str(self.folder)
+        if self._push:
+            self._args.push_to_hub = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether the save is still to come."""
+        return self._redirected
+
+    def restore(self) -> None:
+        """Put the training arguments back."""
+        if self._redirected:
+            self._redirected = False
+            self._args.output_dir = self._output_dir
+            self._state.best_model_checkpoint = self._best
+            if self._push:
+                self._args.push_to_hub = True
+
+    def finish(self, step: int, *, renames: bool) -> None:
+        """Put the arguments back after the save, and give its folder its name."""
+        self.restore()
+        saved = self.folder / f"checkpoint-{step}"
+        target = self.folder / f"step-{step}"
+        number = 1
+        while target.exists() and saved.exists():
+            number += 1
+            target = self.folder / f"step-{step}-{number}"
+        if renames:
+            if saved.exists():
+                saved.rename(target)
+            for log in (self.folder / COMPLETIONS).glob("*"):
+                log.replace(Path(self._output_dir) / COMPLETIONS / log.name)
+        self.path = target

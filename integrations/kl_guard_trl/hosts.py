@@ -1,0 +1,109 @@
+"""What a TRL trainer's arguments mean for the guard: which KL it logs, and what will limit the guard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kl_guard import GuardConfig
+from kl_guard.config import KLKind
+from kl_guard.messages import reach
+
+NEEDED = 64  # steps behind an alarm that a departure may lie, for most blow-ups
+
+# What `kl` in the logs is, by the class of the arguments (TRL 1.0 to 1.16: the trainers' `_metrics[...]["kl"]`).
+_KINDS: dict[str, KLKind | None] = {
+    "AsyncGRPOConfig": "sampler",
+    "KTOConfig": None,  # a batch estimate for the loss, not a distance that grows with training
+    "RLOOConfig": "k1",
+    "GRPOConfig": "k3",
+}
+
+
+def kl_kind_of(args: Any) -> KLKind | None:
+    """Return the kind of KL that a trainer with these arguments logs as `kl`; None for one not to be watched."""
+    for cls in type(args).__mro__:
+        if cls.__name__ in _KINDS:
+            return _KINDS[cls.__name__]
+    return "k3"
+
+
+def steps_per_log(args: Any, state: Any) -> int:
+    """Return how many steps one log averages; 0 where nothing is logged."""
+    strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
+    if strategy == "no":
+        return 0
+    if strategy == "epoch":
+        epochs = max(1, round(state.num_train_epochs or 1))
+        return max(1, int(state.max_steps) // epochs)
+    every = getattr(state, "logging_steps", None) or args.logging_steps
+    return int(every) if every >= 1 else max(1, int(state.max_steps * every))
+
+
+def limits(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
+    """Yield one line for each thing about this run that limits what the guard can see or do."""
+    yield from _what_is_seen(args, state, config)
+    yield from _what_is_saved(args, state)
+    if getattr(args, "logging_nan_inf_filter", False):
+        yield "logging_nan_inf_filter is on: the logged loss hides NaN and inf, so a sound loss proves nothing"
+    if config.action == "rollback":
+        yield "action='rollback': this callback halts and names the checkpoint to go back to"
+    if getattr(args, "push_to_hub", False) and config.on_halt == "return":
+        yield (
+            "push_to_hub is on: train() returns normally after a halt, so look at callback.halted before the model is "
+            "pushed, or set on_halt='raise'"
+        )
+    if getattr(args, "load_best_model_at_end", False):
+        yield "load_best_model_at_end is on: after a halt the model holds the best checkpoint, not the halted state"
+
+
+def _what_is_seen(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
+    name = type(args).__name__
+    beta = getattr(args, "beta", None)
+    every = steps_per_log(args, state)
+    if kl_kind_of(args) is None:
+        yield f"{name}: its `kl` is not the distance to a reference that grows in a blow-up; it is not watched"
+        return
+    if beta == 0:
+        yield (
+            "beta is 0: there is no reference model and no `kl` is logged, so a blow-up cannot be seen; beta=1e-8 "
+            "makes TRL log it, for one forward pass of the reference per batch"
+        )
+    elif beta is None:
+        yield f"{name} has no beta: unless the trainer logs `kl`, a blow-up cannot be seen"
+    if every == 0:
+        yield "logging_strategy is 'no': nothing is logged, so nothing is observed"
+        return
+    micro = args.gradient_accumulation_steps
+    if every > 1:
+        yield (
+            f"logging_steps is {every}: an observation averages {every} steps, so a one-step spike of S shows as "
+            f"S/{every}, and a decision comes up to {every} steps later; logging_steps=1 avoids both"
+        )
+    if micro > 1:
+        yield (
+            f"gradient_accumulation_steps is {micro}: a step averages {micro} micro-batches, so a spike of S in one "
+            f"shows as S/{micro}"
+        )
+    yield reach(config, state.max_steps // every, every)
+
+
+def _what_is_saved(args: Any, state: Any) -> Iterator[str]:
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if strategy == "no":
+        yield "save_strategy is 'no': no checkpoint is saved, so after a halt there is none to go back to"
+        return
+    limit = args.save_total_limit
+    if strategy != "steps":
+        if limit == 1:
+            yield "save_total_limit is 1: the only checkpoint kept may be from after the departure"
+        return
+    every = getattr(state, "save_steps", None) or args.save_steps
+    every = int(every) if every >= 1 else max(1, int(state.max_steps * every))
+    if every >= state.max_steps:
+        yield f"save_steps is {every} of {state.max_steps} steps: before the end there is no checkpoint to go back to"
+    elif limit is not None and (limit == 1 or limit * every < NEEDED):
+        yield (
+            f"save_total_limit is {limit} with save_steps {every}: when an alarm comes, the newest {limit} of the "
+            f"checkpoints may all be from after the departure; keep at least {max(2, -(-NEEDED // every) + 1)}"
+        )

@@ -1,0 +1,31 @@
+"""What the processes of a distributed run tell each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def world_size() -> int:
+    """Return how many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def any_rank(wants: bool, device: torch.device) -> bool:
+    """Return whether any process wants to; every process must call this at the same place."""
+    if world_size() == 1:
+        return wants
+    flag = torch.tensor([int(wants)], device=device, dtype=torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the `value` of every process, by rank; every process must call this at the same place."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,73 @@
+"""KL_MISSING: there is nothing to judge."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kl_guard.detectors.base import Detector
+from kl_guard.findings import Finding, Severity
+from kl_guard.observation import Observation
+from kl_guard.stats import Streak
+
+LASTING = 20
+
+
+class KLMissing(Detector):
+    """Says that KL is NaN or absent while the rest of the step is sound; never a reason to halt.
+
+    `info` at first: a batch whose completions are all masked has no KL (ms-swift issue 4465). `warn` when it lasts 20
+    observations: then the guard is blind, most often because beta is 0 and no reference model exists.
+
+    Examples
+    --------
+    >>> detector = KLMissing()
+    >>> detector.update(Observation(300, kl_mean=float("nan"), loss=-0.037, grad_norm=0.006)).severity
+    <Severity.INFO: 'info'>
+    """
+
+    signature = "KL_MISSING"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._missing = Streak()
+        self._seen = False
+
+    def _judge(self, observation: Observation) -> Severity | None:
+        kl = observation.kl_mean
+        self._seen = self._seen or (kl is not None and not math.isnan(kl))
+        sound = all(v is None or math.isfinite(v) for v in (observation.loss, observation.grad_norm))
+        length = self._missing.update(observation.step, (kl is None or math.isnan(kl)) and sound)
+        if length == 0:
+            return None
+        return Severity.WARN if length >= LASTING else Severity.INFO
+
+    def _finding(self, observation: Observation, severity: Severity) -> Finding:
+        what = "is not logged" if observation.kl_mean is None else "is NaN"
+        lasts = self._missing.length
+        since = f" for {lasts} observations" if lasts > 1 else ""
+        why = (
+            "a batch whose completions are all masked does this"
+            if self._seen
+            else "beta 0 leaves no reference model to measure against, or the metric has another name"
+        )
+        blind = "; until it is back a blow-up cannot be seen" if severity is Severity.WARN else ""
+        return Finding(
+            self.signature,
+            severity,
+            observation.step,
+            f"KL {what}{since} while loss and gradient are sound ({why}){blind}",
+            onset_step=self._missing.since,
+            evidence={"observations": lasts, "loss": observation.loss, "grad_norm": observation.grad_norm},
+        )
+
+    def _forget(self) -> None:
+        self._missing.reset()
+        self._seen = False
+
+    def _memory(self) -> dict[str, Any]:
+        return {"missing": self._missing.state_dict(), "seen": self._seen}
+
+    def _recall(self, memory: dict[str, Any]) -> None:
+        self._missing.load_state_dict(memory["missing"])
+        self._seen = memory["seen"]

@@ -1,0 +1,230 @@
+"""The rule behind KL_BLOWUP and KL_GROWTH: a late level far above the early one, still rising.
+
+Both signatures judge the same series with the same rule at two levels, so they share one monitor and its windows.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kl_guard.config import GuardConfig
+from kl_guard.observation import Observation
+from kl_guard.stats import HorizonWindow, RunningRecord, Series, fit_hinge, trailing_horizons
+from kl_guard.stats.horizon import FEWEST
+
+RECORD_FACTOR = 2.0
+GROWTH_SHARE = 0.2  # KL_GROWTH: share of abs_floor
+LOOK_BACK = 48  # observations before the onset in which the departure is looked for, at least
+LEAST_KL = 1e-6  # nats per token; below it the logarithm shows rounding, not the policy
+
+
+class Rise(NamedTuple):
+    """The rule holds: over which horizon (None is the whole run), and the figures it rests on."""
+
+    horizon: int | None
+    start: int
+    late_start: int
+    baseline: float
+    threshold: float
+    late_mean: float
+    late_median: float
+    p: float
+    alpha: float
+
+
+class Level:
+    """One level of the rule over the shared windows: its floor, and how many numbers at the start it leaves out."""
+
+    __slots__ = ("floor", "last_above", "record", "run", "skip")
+
+    def __init__(self, series: Series, floor: float, skip: int) -> None:
+        self.floor = floor
+        self.skip = skip
+        self.last_above = -1  # position of the last number above the floor: no mean is above it without one
+        self.record = RunningRecord(series, skip)
+        self.run = HorizonWindow(series, None, skip)
+
+    def reset(self) -> None:
+        """Forget everything but the series."""
+        self.last_above = -1
+        self.record.reset()
+        self.run.reset()
+
+
+class RiseMonitor:
+    """The finite KL observations of a run, and whether the rule holds on them at either level.
+
+    Over the n numbers in view of a horizon: baseline b = median of the first max(5, n // 4), threshold
+    t = max(ratio * b, floor), late part = last max(5, n // 5). The rule holds when the mean and the median of the late
+    part are above t and the Mann-Kendall test on the second half is rising. Horizons are the last 32, 64, 128, ...
+    observations and the whole run, and share alpha; a trailing one must also have its late median above twice the
+    highest running median of 5 from before it began. A window that reaches into the warm-up uses a higher floor.
+
+    `push` costs O(1). `critical` and `growth` cost O(log n) amortised for each horizon whose late mean is above the
+    floor, and O(1) for the others.
+
+    Parameters
+    ----------
+    config:
+        The knobs.
+    warmup:
+        Observations that count as warm-up; `config.warmup` where None.
+    """
+
+    def __init__(self, config: GuardConfig, warmup: int | None = None) -> None:
+        self._config = config
+        self._warmup = config.warmup if warmup is None else warmup
+        self.series = Series()
+        self.steps: list[int] = []
+        self._trailing: list[HorizonWindow] = []
+        self._critical = Level(self.series, config.abs_floor, skip=0)
+        self._growth = Level(self.series, config.abs_floor * GROWTH_SHARE, skip=self._warmup)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(observations={len(self.steps)})"
+
+    def push(self, observation: Observation) -> bool:
+        """Take in the KL of a step, once; return whether there was a new finite number."""
+        kl = observation.kl_mean
+        if kl is None or not math.isfinite(kl) or (self.steps and observation.step <= self.steps[-1]):
+            return False
+        self._append(observation.step, kl)
+        return True
+
+    def critical(self) -> Rise | None:
+        """Whether the rule holds at the level of KL_BLOWUP."""
+        return self._rise(self._critical)
+
+    def growth(self) -> Rise | None:
+        """Whether the rule holds at the level of KL_GROWTH: a fifth of the floor, without the warm-up."""
+        return self._rise(self._growth)
+
+    def onset(self, rise: Rise) -> int:
+        """Return the position of the onset of a rise.
+
+        That is the start of the first `sustain` numbers in a row above the threshold, else the first number of the
+        late part above it.
+        """
+        values, row = self.series.values, 0
+        for i in range(rise.start, len(values)):
+            row = row + 1 if values[i] > rise.threshold else 0
+            if row == self._config.sustain:
+                return i - row + 1
+        return next(i for i in range(rise.late_start, len(values)) if values[i] > rise.threshold)
+
+    def departure(self, onset: int, horizon: int | None = None) -> int:
+        """Return the position at which KL left its own regime: the knee of a hinge on log KL, at most `onset`.
+
+        The fit looks at the numbers from before the onset (48, or the horizon where longer) up to now; a window that
+        begins in the warm-up of a run long past it is cut there, since the climb from 0 is a knee of its own.
+        """
+        start = max(0, onset - max(LOOK_BACK, horizon or 0))
+        if start < self._warmup and onset >= 2 * self._warmup:
+            start = self._warmup
+        hinge = fit_hinge([math.log(max(x, LEAST_KL)) for x in self.series.values[start:]])
+        return onset if hinge is None else min(onset, start + hinge.knee)
+
+    def position(self, step: int) -> int:
+        """Return the position of the first number observed at `step` or later."""
+        return bisect_left(self.steps, step)
+
+    def truncate(self, step: int) -> None:
+        """Forget what came after `step`."""
+        length = bisect_right(self.steps, step)
+        if length < len(self.steps):
+            del self.steps[length:]
+            self.series.truncate(length)
+            for level in (self._critical, self._growth):
+                level.last_above = next((i for i in range(length - 1, -1, -1) if self._above(i, level)), -1)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.steps.clear()
+        self.series.reset()
+        self._trailing.clear()
+        self._critical.reset()
+        self._growth.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON-ready values."""
+        return {"steps": list(self.steps), "series": self.series.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that `state_dict` returned."""
+        self.reset()
+        for step, value in zip(state["steps"], state["series"]["values"], strict=True):
+            self._append(step, value)
+
+    def windows(self) -> Iterator[HorizonWindow]:
+        """Yield the windows of KL_BLOWUP as they stand now, the shortest horizon first, the whole run last."""
+        for window in self._horizons(self._critical):
+            window.place()
+            yield window
+
+    def _append(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.series.append(value)
+        last = len(self.steps) - 1
+        for level in (self._critical, self._growth):
+            if self._above(last, level):
+                level.last_above = last
+
+    def _above(self, position: int, level: Level) -> bool:
+        return position >= level.skip and self.series.values[position] > level.floor
+
+    def _horizons(self, level: Level) -> list[HorizonWindow]:
+        if self._config.horizon == "run":
+            return [level.run]
+        usable = len(self.steps) - level.skip
+        count = 0
+        for count, horizon in enumerate(trailing_horizons(usable), start=1):
+            if count > len(self._trailing):
+                self._trailing.append(HorizonWindow(self.series, horizon))
+        return [*self._trailing[:count], level.run]
+
+    def _rise(self, level: Level) -> Rise | None:
+        length = len(self.steps)
+        usable = length - level.skip
+        if usable < self._config.min_observations or level.last_above < length - max(FEWEST, usable // 5):
+            return None  # the longest late part, so every one of them, lies under the floor
+        horizons = self._horizons(level)
+        alpha = self._config.alpha / len(horizons)
+        for window in horizons:
+            rise = self._judge(window, level, alpha)
+            if rise is not None:
+                return rise
+        return None
+
+    def _judge(self, window: HorizonWindow, level: Level, alpha: float) -> Rise | None:
+        """Apply the rule to one window, the cheapest condition first."""
+        window.place()
+        if level.last_above < window.late_start:
+            return None
+        config = self._config
+        cold = config.robust and max(window.start, level.skip) < self._warmup
+        floor = level.floor * config.cold_factor if cold else level.floor
+        late_mean = window.late_mean
+        if not late_mean > floor:
+            return None
+        baseline = window.early_median
+        threshold = max(config.ratio * baseline, floor)
+        if not late_mean > threshold:
+            return None
+        late_median = window.late_median
+        if config.robust:
+            if not late_median > threshold:
+                return None
+            if window.horizon is not None and not late_median > RECORD_FACTOR * level.record.before(window.start):
+                return None
+        trend = window.trend()
+        if not trend.rising(alpha):
+            return None
+        return Rise(
+            window.horizon, window.start, window.late_start, baseline, threshold, late_mean, late_median, trend.p, alpha
+        )

@@ -1,0 +1,451 @@
+"""The guard: observations in, decision out. The order of events is read here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from kl_guard import incidents
+from kl_guard._version import __version__
+from kl_guard.checkpoints import Ledger
+from kl_guard.config import GuardConfig
+from kl_guard.detectors import Detector, KLBlowup, KLGrowth, KLMissing, KLNonfinite, ReferenceMismatch, RiseMonitor
+from kl_guard.diagnosis import explain
+from kl_guard.findings import Checkpoint, Decision, Finding, Severity
+from kl_guard.history import History
+from kl_guard.journal import Journal
+from kl_guard.memory import Memory, recall
+from kl_guard.messages import describe, describe_decision
+from kl_guard.observation import METRICS, Observation, as_number, as_step, as_window
+
+logger = logging.getLogger("kl_guard")
+
+SETTLING = 20  # observations without a suspicion after which it ends
+STUCK = 16  # times one step is observed before the guard says that steps do not advance
+FOLDER = "kl_guard"
+_SUSPICIOUS = frozenset({"KL_BLOWUP", "KL_GROWTH", "KL_NONFINITE"})
+_LOG_LEVEL = {Severity.INFO: logging.INFO, Severity.WARN: logging.WARNING, Severity.CRITICAL: logging.ERROR}
+
+
+class KLGuard:
+    """Watches the KL of one run and says when to stop it.
+
+    Feed it one observation per logged step; it answers with a decision. Nothing that happens inside reaches the caller:
+    a fault is logged once, the guard is then `blind` in that part, and the answer is "continue".
+
+    Parameters
+    ----------
+    config:
+        The knobs; defaults where None.
+    output_dir:
+        Where the run writes; the guard keeps `<output_dir>/kl_guard/`. None for no files.
+    rank:
+        Which process of a distributed run this is; only rank 0 writes and speaks. From the environment (`RANK`) where
+        None.
+    expected_observations:
+        How many observations the whole run will give, where known: short runs get a shorter warm-up.
+    announce:
+        Whether findings are logged (logger `kl_guard`).
+
+    Examples
+    --------
+    >>> guard = KLGuard(GuardConfig(action="halt"), announce=False)
+    >>> for step in range(1, 60):
+    ...     kl = 0.02 if step < 40 else 0.02 * 1.6 ** (step - 40)
+    ...     decision = guard.observe(step=step, kl_mean=kl)
+    ...     if decision.action == "halt":
+    ...         break
+    >>> step, decision.reason.signature, decision.reason.departure_step
+    (51, 'KL_BLOWUP', 40)
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig | None = None,
+        *,
+        output_dir: str | os.PathLike[str] | None = None,
+        rank: int | None = None,
+        expected_observations: int | None = None,
+        announce: bool = True,
+    ) -> None:
+        self.config = GuardConfig.build(config)
+        self.rank = _rank_from_environment() if rank is None else rank
+        self.folder = None if output_dir is None else Path(output_dir) / FOLDER
+        self.expected_observations = expected_observations
+        self.run_id = ""
+        self.attempt = 0
+        self.blind = False
+        self.findings: list[Finding] = []
+        self.history = History()
+        self.checkpoints = Ledger()
+        self._announces = announce and self.rank == 0
+        self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
+        self._monitor = RiseMonitor(self.config, self.config.warmup_of(expected_observations))
+        self._mismatch = ReferenceMismatch(self.config)
+        self._detectors: list[Detector] = [
+            KLBlowup(self.config, self._monitor),
+            KLGrowth(self.config, self._monitor),
+            KLNonfinite(self.config),
+            KLMissing(),
+            self._mismatch,
+        ]
+        self._begun = False
+        self._standing: Decision | None = None
+        self._rollbacks = 0
+        self._grace_left = 0
+        self._quiet = SETTLING
+        self._repeats = 0
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(observations={len(self.history)}, attempt={self.attempt}, level={self.level})"
+
+    @property
+    def suspicion(self) -> bool:
+        """Whether something that may become a blow-up was seen in the last 20 observations."""
+        return self._quiet < SETTLING
+
+    @property
+    def level(self) -> int:
+        """0 calm, 1 suspicion or warning, 2 critical, -1 blind."""
+        if self.blind:
+            return -1
+        return 2 if self._standing is not None else int(self.suspicion)
+
+    def observe(
+        self,
+        step: Any,
+        kl_mean: Any = None,
+        *,
+        kl_max: Any = None,
+        reward: Any = None,
+        reward_std: Any = None,
+        entropy: Any = None,
+        loss: Any = None,
+        grad_norm: Any = None,
+        learning_rate: Any = None,
+        beta: Any = None,
+        window: Any = 1,
+    ) -> Decision:
+        """Take in what one training step logged, and decide.
+
+        Parameters
+        ----------
+        step:
+            Number of the step, whole and at least 0. An equal one adds to the last observation, a smaller one counts
+            only after `resumed` or `rolled_back`.
+        kl_mean, kl_max:
+            KL of policy and reference, mean and maximum over tokens, in nats per token unless `kl_kind` says otherwise.
+        reward, reward_std, entropy, loss, grad_norm, learning_rate, beta:
+            What else the step logged: it makes causes and companions visible.
+        window:
+            How many steps the values average.
+
+        Returns
+        -------
+        Decision
+            What to do. "halt" and "rollback" stand until `resumed` or `rolled_back`, new findings are given once.
+        """
+        metrics = (kl_mean, kl_max, reward, reward_std, entropy, loss, grad_norm, learning_rate, beta)
+        try:
+            observation = self._read(step, metrics, window)
+            return Decision() if observation is None else self._observe(observation)
+        except Exception:
+            self._fail("observing a step")
+            return Decision()
+
+    def checkpoint_saved(self, step: Any, path: str | os.PathLike[str]) -> None:
+        """Say that a complete checkpoint of `step` lies in the folder `path`."""
+        try:
+            checkpoint = Checkpoint(as_step(step), os.fspath(path), calm=not self.suspicion)
+            self._begin()
+            self.checkpoints.add(checkpoint)
+            self._write("checkpoint", asdict(checkpoint), sync=True)
+        except ValueError as error:
+            self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
+        except Exception:
+            self._fail("recording a checkpoint")
+
+    def resumed(self, step: Any, history: Iterable[Mapping[str, Any]] | None = None) -> None:
+        """Say that the run goes on from a checkpoint of `step`; what was observed later is dropped.
+
+        In a new process the guard rebuilds its memory from the journal, or from `history` (rows with `step` and
+        metrics, such as the trainer's log history) where there is no journal.
+        """
+        try:
+            step = as_step(step)
+            memory = self._remember(step, history)
+            self._take_over(memory, resumed=step > 0)
+            self._write("resume", {"step": step, "time": time.time()}, sync=True)
+        except ValueError as error:
+            self._warn_once("resumed", f"the resume is not taken in: {error}")
+        except Exception:
+            self._fail("resuming")
+
+    def rolled_back(self, to_step: Any) -> None:
+        """Say that the loop has restored the checkpoint of `to_step`, as a decision "rollback" asked: a new attempt."""
+        try:
+            to_step = as_step(to_step)
+            memory = self._memory()
+            memory.go_back(to_step)
+            memory.attempt += 1
+            memory.rollbacks += 1
+            memory.findings = []
+            self._take_over(memory, resumed=True)
+            self._grace_left = self.config.grace
+            self._write("rollback", {"to_step": to_step, "attempt": self.attempt, "time": time.time()}, sync=True)
+        except ValueError as error:
+            self._warn_once("rolled_back", f"the rollback is not taken in: {error}")
+        except Exception:
+            self._fail("rolling back")
+
+    def adopt(self, reason: Finding) -> None:
+        """Take over the finding for which another process of the run decided to act."""
+        try:
+            if self._standing is None:
+                self._begin()
+                self._report(reason)
+                self._stand(reason)
+        except Exception:
+            self._fail("taking over a finding of another rank")
+
+    def close(self) -> None:
+        """Close the journal and let another guard use the folder."""
+        try:
+            if self._journal is not None:
+                self._journal.close()
+        except Exception:
+            self._fail("closing")
+
+    # One observation, in order: read, merged or appended, journaled, judged, decided.
+
+    def _read(self, step: Any, metrics: tuple[Any, ...], window: Any) -> Observation | None:
+        try:
+            step = as_step(step)
+        except ValueError as error:
+            self._warn_once("step", f"an observation is left out: {error}")
+            return None
+        try:
+            window = as_window(window)
+        except ValueError as error:
+            self._warn_once("window", f"the observation counts as one step: {error}")
+            window = 1
+        values: dict[str, Any] = {}
+        for name, value in zip(METRICS, metrics, strict=True):
+            try:
+                values[name] = as_number(name, value)
+            except ValueError as error:
+                self._warn_once(name, f"a value counts as missing: {error}")
+        return Observation(step, window=window, **values)
+
+    def _observe(self, observation: Observation) -> Decision:
+        last = self.history.steps[-1] if len(self.history) else None
+        if last is not None and observation.step < last:
+            self._warn_once(
+                "smaller",
+                f"step {observation.step} came after step {last} and is left out, like all up to {last}: if the run "
+                f"went back, say so with guard.resumed({observation.step - 1})",
+            )
+            return self._decision(())
+        self._begin()
+        self._write("observation", {"attempt": self.attempt, **observation.known()})
+        if last == observation.step:
+            observation = self.history[-1].merged(observation)
+            self.history.replace_last(observation)
+            self._repeats += 1
+            if self._repeats == STUCK:
+                self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
+        else:
+            self.history.append(observation)
+            self._repeats = 0
+        new_step = last != observation.step
+        findings, reason = self._judge(observation)
+        self._quiet = 0 if self._suspicious() else self._quiet + new_step
+        self._grace_left = max(0, self._grace_left - new_step)
+        for finding in findings:
+            self._report(finding)
+        if reason is not None and self._standing is None and self.config.action != "warn":
+            self._stand(reason)
+        return self._decision(findings)
+
+    def _judge(self, observation: Observation) -> tuple[tuple[Finding, ...], Finding | None]:
+        """Ask every detector; return the new findings and the one that asks for action, if any."""
+        findings: list[Finding] = []
+        reason: Finding | None = None
+        for detector in list(self._detectors):
+            said = detector.said
+            try:
+                finding = detector.update(observation)
+            except Exception:
+                self._detectors.remove(detector)
+                self._fail(f"{detector.signature}, which is off from now on")
+                continue
+            if finding is None:
+                continue
+            acts = self._acts(finding)
+            if acts and self._grace_left > 0 and finding.signature != "KL_NONFINITE":
+                detector.rearm(said)
+                continue
+            finding = explain(replace(finding, attempt=self.attempt), self.history)
+            findings.append(finding)
+            if acts and (reason is None or finding.severity > reason.severity):
+                reason = finding
+        return tuple(findings), reason
+
+    def _acts(self, finding: Finding) -> bool:
+        early = self.config.halt_on == "warn" and finding.signature == "KL_GROWTH"
+        return finding.severity is Severity.CRITICAL or early
+
+    def _suspicious(self) -> bool:
+        return any(d.active for d in self._detectors if d.signature in _SUSPICIOUS)
+
+    def _report(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        self._write("finding", {"time": time.time(), "finding": finding.to_dict()}, sync=True)
+        if self._announces:
+            logger.log(_LOG_LEVEL[finding.severity], "kl-guard: %s", describe(finding))
+
+    def _stand(self, reason: Finding) -> None:
+        """Decide, once: the decision stands until the loop has gone back or resumed."""
+        departure = reason.step if reason.departure_step is None else reason.departure_step
+        index = self.history.index(departure)
+        first = self.history[index].first_step if index < len(self.history) else departure
+        target = self.checkpoints.newest_before(first - 1 - self.config.rollback_margin)
+        action, note = self._choose(target)
+        decision = Decision(action, (), target, reason, note)
+        self._standing = decision
+        self._write("decision", {"time": time.time(), "action": action, "note": note, "step": reason.step}, sync=True)
+        if self._announces:
+            logger.error("kl-guard:%s", describe_decision(decision))
+        if self.folder is not None and self._journal is not None and not self._journal.locked_out:
+            try:
+                incidents.write(self.folder, decision, self.config, self.run_id, self.history)
+            except OSError as error:
+                self._warn_once("incident", f"the incident could not be written: {error}")
+
+    def _choose(self, target: Checkpoint | None) -> tuple[Any, str]:
+        if self.config.action == "halt":
+            return "halt", ""
+        if self._mismatch.active:
+            return "halt", "not going back: the KL was this high from the first step, so no checkpoint is better"
+        if self._rollbacks >= self.config.max_rollbacks:
+            return "halt", f"not going back: all {self.config.max_rollbacks} rollbacks are used up"
+        if target is None:
+            return "halt", "not going back: there is no checkpoint from before the departure"
+        return "rollback", ""
+
+    def _decision(self, findings: tuple[Finding, ...]) -> Decision:
+        if self._standing is None:
+            return Decision(findings=findings)
+        return replace(self._standing, findings=findings)
+
+    # Beginning, resuming, writing.
+
+    def _begin(self) -> None:
+        """Begin a fresh run, once: a journal that an earlier run left in the folder is put aside."""
+        if self._begun:
+            return
+        self._begun = True
+        self.run_id = self.run_id or uuid.uuid4().hex[:12]
+        if self._journal is not None:
+            self._journal.archive()
+        self._write_run()
+
+    def _write_run(self) -> None:
+        facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
+        self._write("run", {"time": time.time(), **facts}, sync=True)
+
+    def _remember(self, step: int, history: Iterable[Mapping[str, Any]] | None) -> Memory:
+        """Return what is known up to `step`: from this process, else the journal, else the rows given."""
+        if self._begun:
+            memory = self._memory()
+        else:
+            self._begun = True
+            memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
+            known = memory.run_id is not None
+            if not len(memory.history):
+                for row in history or ():
+                    self._add_row(memory, row)
+            memory.run_id = memory.run_id or uuid.uuid4().hex[:12]
+            self.run_id = memory.run_id
+            if not known:
+                self._write_run()
+                for past in memory.history:
+                    if past.step <= step:
+                        self._write("observation", {"attempt": 0, **past.known()})
+            if not len(memory.history) and step > 0:
+                self._warn_once(
+                    "no memory", f"resumed at step {step} without a journal or log history: the baseline begins anew"
+                )
+        memory.go_back(step)
+        return memory
+
+    def _add_row(self, memory: Memory, row: Mapping[str, Any]) -> None:
+        try:
+            memory.observe(Observation.from_mapping(row, row.get("step"), row.get("window", 1)))
+        except ValueError as error:
+            self._warn_once("row", f"a row of the log history is left out: {error}")
+
+    def _memory(self) -> Memory:
+        checkpoints = {c.step: c for c in self.checkpoints}
+        return Memory(self.run_id, self.attempt, self._rollbacks, self.history, list(self.findings), checkpoints)
+
+    def _take_over(self, memory: Memory, *, resumed: bool) -> None:
+        """Become what `memory` says; detectors read its history again, without saying anything."""
+        self.run_id = memory.run_id or self.run_id
+        self.attempt, self._rollbacks = memory.attempt, memory.rollbacks
+        self.history, self.findings = memory.history, memory.findings
+        self.checkpoints = Ledger()
+        for checkpoint in memory.checkpoints.values():
+            self.checkpoints.add(checkpoint)
+        self._standing = None
+        self._grace_left = self._repeats = 0
+        self._quiet = SETTLING
+        for detector in self._detectors:
+            detector.reset()
+        recent = len(self.history) - SETTLING
+        for i, observation in enumerate(self.history):
+            for detector in self._detectors:
+                if i < recent:
+                    detector.absorb(observation)
+                else:
+                    detector.update(observation)
+            if i >= recent:
+                self._quiet = 0 if self._suspicious() else self._quiet + 1
+        for detector in self._detectors:
+            severities = [
+                f.severity for f in self.findings if f.signature == detector.signature and f.attempt == self.attempt
+            ]
+            detector.rearm(max(severities, default=None))
+            if resumed:
+                detector.resumed()
+
+    def _write(self, kind: str, fields: Mapping[str, Any], *, sync: bool = False) -> None:
+        if self._journal is not None:
+            self._journal.write({"type": kind, **fields}, sync=sync)
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            if self.rank == 0:
+                logger.warning("kl-guard: %s", text)
+
+    def _fail(self, doing: str) -> None:
+        """A fault of the guard itself: said once per place, with its traceback; the run goes on."""
+        self.blind = True
+        if doing not in self._warned:
+            self._warned.add(doing)
+            logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
+
+
+def _rank_from_environment() -> int:
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0

@@ -1,0 +1,179 @@
+"""The append-only memory of a run: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+logger = logging.getLogger("kl_guard")
+
+_to_line = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str).encode
+
+UNWRITTEN = 10_000  # lines kept in memory while the disk refuses them
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """Return a record as one line of JSON; NaN and infinities become strings, since bare NaN is not JSON."""
+    try:
+        return _to_line(record)
+    except ValueError:
+        return _to_line(_plain(record))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
+
+
+def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the records of a journal and a note for each line that could not be read.
+
+    A torn last line, as a killed process leaves it, is such a line: what stands before it is used.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    """
+    records: list[dict[str, Any]] = []
+    notes: list[str] = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict) or not isinstance(record.get("type"), str):
+                    raise ValueError("not a journal record")
+                records.append(record)
+            except ValueError:
+                notes.append(f"{path}: line {number} is torn or not a record; it is left out")
+    return records, notes
+
+
+class Journal:
+    """Appends records to `<folder>/journal.jsonl`; never raises because of the disk.
+
+    One process writes a folder: a second one that opens the same folder gets `locked_out` and writes nothing. While the
+    disk refuses lines they are kept in memory (the last 10,000) and written when it takes them again.
+
+    Parameters
+    ----------
+    folder:
+        Where the journal lives; made when first needed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / "journal.jsonl"
+        self.locked_out = False
+        self._lock = FileLock(self.folder / "lock")
+        self._file: int | None = None
+        self._ends_torn = False
+        self._unwritten: deque[bytes] = deque(maxlen=UNWRITTEN)
+        self._complained = False
+
+    def acquire(self) -> bool:
+        """Become the writer of the folder, without waiting; say so once where another process is."""
+        if self.locked_out:
+            return False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            self.locked_out = True
+            logger.warning("kl-guard: another guard is writing %s; this one watches, but keeps no journal", self.folder)
+        except OSError as error:
+            self._complain(error)
+        return not self.locked_out
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the records on disk, [] where there are none; unreadable lines are logged."""
+        try:
+            records, notes = read_journal(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._complain(error)
+            return []
+        for note in notes:
+            logger.warning("kl-guard: %s", note)
+        return records
+
+    def archive(self) -> None:
+        """Move a journal of an earlier run aside, under its run id, so that a new one can begin."""
+        if not self.path.exists() or not self.acquire():
+            return
+        run_id = next((str(r["run_id"]) for r in self.read() if r["type"] == "run" and "run_id" in r), "unknown")
+        safe = "".join(c for c in run_id if c.isalnum() or c == "-")[:64] or "unknown"
+        target = self.folder / f"journal-{safe}.jsonl"
+        number = 1
+        while target.exists():
+            number += 1
+            target = self.folder / f"journal-{safe}-{number}.jsonl"
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            self._complain(error)
+
+    def write(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
+        """Append one record; with `sync` it is on the disk when this returns."""
+        if self.locked_out:
+            return
+        self._unwritten.append(encode(record).encode() + b"\n")
+        try:
+            if self._file is None:
+                self._open()
+            if self._file is None:
+                return
+            while self._unwritten:
+                self._append(self._unwritten[0])
+                self._unwritten.popleft()
+            if sync:
+                os.fsync(self._file)
+        except OSError as error:
+            self._complain(error)
+
+    def close(self) -> None:
+        """Close the file and let go of the folder."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._lock.release()
+
+    def _open(self) -> None:
+        if not self.acquire():
+            return
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        if size:
+            os.lseek(self._file, size - 1, os.SEEK_SET)
+            self._ends_torn = os.read(self._file, 1) != b"\n"
+
+    def _append(self, line: bytes) -> None:
+        """Write one line; what a full disk cut short is finished off by a newline, never continued."""
+        assert self._file is not None  # noqa: S101 - only called with the file open
+        data = b"\n" + line if self._ends_torn else line
+        written = os.write(self._file, data)
+        if written:
+            self._ends_torn = written < len(data)
+        if written < len(data):
+            raise OSError(f"only {written} of {len(data)} bytes were written")
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            logger.warning("kl-guard: cannot write %s (%s); watching goes on without it", self.folder, error)

@@ -1,0 +1,72 @@
+"""Findings and decisions as text for people."""
+
+from __future__ import annotations
+
+import math
+
+from kl_guard.config import GuardConfig
+from kl_guard.detectors.rise import GROWTH_SHARE
+from kl_guard.findings import Decision, Finding
+
+
+def headline(finding: Finding) -> str:
+    """Return one line: signature, severity, step, and what was seen."""
+    return f"{finding.signature} ({finding.severity}) at step {finding.step}: {finding.message}"
+
+
+def describe(finding: Finding) -> str:
+    """Return the whole of a finding: headline, onset and departure, causes with evidence and what to try."""
+    lines = [headline(finding)]
+    if finding.onset_step is not None:
+        where = f"  onset: step {finding.onset_step}"
+        if finding.departure_step is not None:
+            where += f"; departure (where the curve left its own regime): step {finding.departure_step}"
+        lines.append(where)
+    if finding.causes:
+        lines.append("  possible causes, likeliest first:")
+        for number, cause in enumerate(finding.causes, start=1):
+            lines.append(f"    {number}. {cause.name}: {cause.evidence}")
+            lines.append(f"       try: {cause.remedy}")
+    return "\n".join(lines)
+
+
+def describe_decision(decision: Decision) -> str:
+    """Return what the guard does about a finding, and where one can go back to."""
+    if decision.action == "rollback" and decision.checkpoint is not None:
+        text = f"  going back to the checkpoint of step {decision.checkpoint.step}: {decision.checkpoint.path}"
+    elif decision.checkpoint is not None:
+        text = (
+            f"  halting. Last checkpoint from before the departure: {decision.checkpoint.path} "
+            f"(step {decision.checkpoint.step})"
+        )
+    else:
+        text = "  halting. No checkpoint from before the departure is known"
+    return f"{text}\n  {decision.note}" if decision.note else text
+
+
+def first_possible(config: GuardConfig, expected_observations: int | None) -> dict[str, int]:
+    """Return, for each signature that can halt or warns of it, the observation before which it cannot fire."""
+    warmup = config.warmup_of(expected_observations)
+    return {
+        "KL_BLOWUP": config.min_observations,
+        "KL_GROWTH": warmup + config.min_observations,
+        "hard ceiling": config.sustain if config.token_mean and math.isfinite(config.hard_ceiling) else 0,
+    }
+
+
+def reach(config: GuardConfig, expected_observations: int | None, steps_per_observation: int = 1) -> str:
+    """Return one line: from which step on each level can fire, and at which KL."""
+    first = first_possible(config, expected_observations)
+    k = steps_per_observation
+    cold = config.abs_floor * (config.cold_factor if config.robust else 1)
+    parts = [
+        f"KL_BLOWUP cannot fire before step {first['KL_BLOWUP'] * k} (while the window reaches into the first "
+        f"{config.warmup_of(expected_observations)} observations only above {cold:g})",
+        f"KL_GROWTH not before step {first['KL_GROWTH'] * k} (above {config.abs_floor * GROWTH_SHARE:g})",
+    ]
+    if first["hard ceiling"]:
+        parts.append(f"KL above {config.hard_ceiling:g} from step {first['hard ceiling'] * k} on")
+    text = "; ".join(parts)
+    if expected_observations is not None and expected_observations < first["KL_BLOWUP"]:
+        text += f"; this run will give only {expected_observations} observations, so KL_BLOWUP cannot fire at all"
+    return text

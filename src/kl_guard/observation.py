@@ -1,0 +1,137 @@
+"""What one logged training step says."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+METRICS = ("kl_mean", "kl_max", "reward", "reward_std", "entropy", "loss", "grad_norm", "learning_rate", "beta")
+
+ALIASES: Mapping[str, str] = {"kl": "kl_mean", "lr": "learning_rate"}
+"""Other names of a metric, as rows of logs have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The scalars of one logged step; None where the log had nothing.
+
+    KL in nats per token unless the guard's `kl_kind` says otherwise; `window` is how many steps the values average.
+    """
+
+    step: int
+    kl_mean: float | None = None
+    kl_max: float | None = None
+    reward: float | None = None
+    reward_std: float | None = None
+    entropy: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    beta: float | None = None
+    window: int = 1
+
+    @property
+    def first_step(self) -> int:
+        """First of the steps that the values average."""
+        return self.step - self.window + 1
+
+    def merged(self, later: Observation) -> Observation:
+        """Return this observation with what `later`, of the same step, adds.
+
+        What is known stays, missing values are filled in, and of two maxima the larger counts.
+        """
+        news: dict[str, Any] = {
+            name: value
+            for name in METRICS
+            if (value := getattr(later, name)) is not None and getattr(self, name) is None
+        }
+        if self.kl_max is not None and later.kl_max is not None and not self.kl_max >= later.kl_max:
+            news["kl_max"] = later.kl_max
+        return replace(self, **news, window=max(self.window, later.window))
+
+    @classmethod
+    def from_mapping(cls, row: Mapping[str, Any], step: object, window: object = 1) -> Observation:
+        """Build an observation from whatever metrics `row` has under a known name.
+
+        Raises
+        ------
+        ValueError
+            For a metric, step or window that is no number; the message has the name, the value and what is allowed.
+        """
+        values: dict[str, Any] = {}
+        for key, value in row.items():
+            name = ALIASES.get(key, key)
+            if name in _METRICS and values.get(name) is None:
+                values[name] = as_number(key, value)
+        return cls(as_step(step), window=as_window(window), **values)
+
+    def known(self) -> dict[str, float | int]:
+        """Return what is not missing, by name."""
+        return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+
+
+_METRICS = frozenset(METRICS)
+_FIELDS = tuple(f.name for f in fields(Observation))
+
+
+def as_number(name: str, value: object) -> float | None:
+    """Return a metric as a float, None for a missing one.
+
+    Numbers, numpy scalars, one-element arrays and tensors (on any device) and numbers written as text are taken.
+
+    Raises
+    ------
+    ValueError
+        For anything else; the message has the name, the value and what is allowed.
+    """
+    if value is None or type(value) is float:
+        return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a truth value is not a metric")
+        if isinstance(value, str):
+            return float(value)
+        if isinstance(value, numbers.Real):
+            return float(value)
+        item = getattr(value, "item", None)
+        if item is not None:
+            return float(item())
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise ValueError(f"{name} must be a number (or a one-element tensor, or None), got {_short(value)}")
+
+
+def as_step(value: object) -> int:
+    """Return a step number.
+
+    Raises
+    ------
+    ValueError
+        Unless it is a whole number of at least 0.
+    """
+    number = value if type(value) is int else as_number("step", value)
+    if number is None or not math.isfinite(number) or number < 0 or number != int(number):
+        raise ValueError(f"step must be a whole number of at least 0, got {_short(value)}")
+    return int(number)
+
+
+def as_window(value: object) -> int:
+    """Return a number of averaged steps.
+
+    Raises
+    ------
+    ValueError
+        Unless it is a whole number of at least 1.
+    """
+    number = value if type(value) is int else as_number("window", value)
+    if number is None or not math.isfinite(number) or number < 1 or number != int(number):
+        raise ValueError(f"window must be a whole number of at least 1, got {_short(value)}")
+    return int(number)
+
+
+def _short(value: object) -> str:
+    text = f"{value!r} ({type(value).__name__})"
+    return text if len(text) <= 120 else text[:117] + "..."

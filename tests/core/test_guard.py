@@ -1,0 +1,356 @@
+"""KLGuard: order of events, steps, decisions, faults."""
+
+import json
+import logging
+import math
+
+import pytest
+from streams import blow_up
+
+from kl_guard import GuardConfig, KLGuard, Observation
+from kl_guard.detectors import KLBlowup, KLGrowth
+
+
+def feed(guard, values, start=1, **more):
+    """Observe values at consecutive steps; return the decisions."""
+    return [guard.observe(step, value, **more) for step, value in enumerate(values, start=start)]
+
+
+def warnings(caplog):
+    """What was logged at WARNING or above."""
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_both_levels_share_their_windows():
+    """One monitor, one series: the work is not done twice."""
+    guard = KLGuard()
+    monitors = {id(d.monitor) for d in guard._detectors if isinstance(d, (KLBlowup, KLGrowth))}
+    assert len(monitors) == 1
+
+
+def test_halts_once_and_stays_halted():
+    """The finding is new at one step; the decision stands after it."""
+    decisions = feed(KLGuard(announce=False), blow_up())
+    at = next(i for i, d in enumerate(decisions) if d)
+    assert all(d.action == "continue" for d in decisions[:at])
+    assert all(d.action == "halt" for d in decisions[at:])
+    assert [f.signature for f in decisions[at].findings] == ["KL_BLOWUP"]
+    assert not any(d.findings for d in decisions[at + 1 :])
+    assert decisions[-1].reason == decisions[at].findings[0]
+
+
+def test_warn_only_never_acts():
+    """`action="warn"` reports and goes on."""
+    guard = KLGuard(GuardConfig(action="warn"), announce=False)
+    assert not any(feed(guard, blow_up()))
+    assert [f.signature for f in guard.findings] == ["KL_GROWTH", "KL_BLOWUP"]
+
+
+def test_a_later_fall_does_not_take_a_finding_back():
+    """Said once per attempt and severity, even when KL falls and rises again."""
+    guard = KLGuard(GuardConfig(action="warn"), announce=False)
+    feed(guard, blow_up(cap=50.0) + [0.02] * 60 + blow_up(cap=1e6))
+    assert [f.signature for f in guard.findings].count("KL_BLOWUP") == 1
+
+
+def test_suspicion_ends_after_twenty_calm_observations():
+    """A condition, not an event: level 1 while it holds and for 20 observations after."""
+    guard = KLGuard(GuardConfig(action="warn"), announce=False)
+    feed(guard, blow_up(length=48))
+    assert guard.suspicion
+    assert guard.level == 1
+    levels = []
+    for step in range(49, 120):
+        guard.observe(step, 0.02)
+        levels.append(guard.level)
+    assert levels[0] == 1
+    assert levels[-1] == 0
+    active = [d.active for d in guard._detectors]
+    assert not any(active)
+
+
+def test_equal_steps_merge():
+    """The same step in two parts is one observation, and KL counts once."""
+    whole, parts = KLGuard(announce=False), KLGuard(announce=False)
+    for step, kl in enumerate(blow_up(), start=1):
+        a = whole.observe(step, kl, loss=0.1)
+        parts.observe(step, kl)
+        b = parts.observe(step, loss=0.1)
+        assert a.action == b.action
+    assert [o.known() for o in whole.history] == [o.known() for o in parts.history]
+
+
+def test_a_smaller_step_is_one_warning_and_left_out(caplog):
+    """Unless announced, going back is no resume."""
+    guard = KLGuard()
+    feed(guard, [0.02] * 30)
+    feed(guard, [50.0] * 20, start=5)
+    assert len(guard.history) == 30
+    assert [w for w in warnings(caplog) if "guard.resumed(4)" in w]
+    assert len(warnings(caplog)) == 1
+    assert guard.observe(31, 0.02).action == "continue"
+    assert len(guard.history) == 31
+
+
+def test_steps_that_do_not_advance_are_said(caplog):
+    """A loop that always says step 0 would leave the guard blind."""
+    guard = KLGuard()
+    for _ in range(40):
+        guard.observe(0, 0.1)
+    assert [w for w in warnings(caplog) if "step 0 was observed 16 times" in w]
+
+
+def test_announced_resume_drops_what_came_later():
+    """After `resumed(30)` the guard is as if steps 31 on had not been."""
+    went_back, straight = KLGuard(announce=False), KLGuard(announce=False)
+    feed(went_back, blow_up(start=20, length=60))
+    went_back.resumed(step=30)
+    feed(straight, blow_up(start=20, length=30))
+    rest = [0.3] * 60
+    for step, kl in enumerate(rest, start=31):
+        a, b = went_back.observe(step, kl), straight.observe(step, kl)
+        assert (a.action, a.findings) == (b.action, b.findings)
+    assert went_back.attempt == 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name"),
+    [
+        ({"kl_mean": "high"}, "kl_mean"),
+        ({"kl_mean": [1, 2]}, "kl_mean"),
+        ({"kl_mean": 0.1, "grad_norm": object()}, "grad_norm"),
+        ({"kl_mean": 0.1, "loss": True}, "loss"),
+    ],
+)
+def test_bad_values_are_one_warning_and_count_as_missing(metrics, name, caplog):
+    """Never an exception; the rest of the observation is used."""
+    guard = KLGuard()
+    for step in range(1, 6):
+        assert guard.observe(step, **metrics).action == "continue"
+    assert len([w for w in warnings(caplog) if f"{name} must be a number" in w]) == 1
+    assert len(guard.history) == 5
+
+
+@pytest.mark.parametrize("step", [-1, math.nan, None, "first", 2.5, [1]])
+def test_bad_steps_are_one_warning_and_left_out(step, caplog):
+    """An observation without a place cannot be used."""
+    guard = KLGuard()
+    for _ in range(3):
+        assert guard.observe(step, 0.1).action == "continue"
+    assert len([w for w in warnings(caplog) if "step must be a" in w]) == 1
+    assert len(guard.history) == 0
+
+
+def test_tensors_are_taken():
+    """A scalar tensor needs no `.item()` from the user."""
+    torch = pytest.importorskip("torch")
+    guard = KLGuard(announce=False)
+    decisions = [guard.observe(torch.tensor(i), torch.tensor(v)) for i, v in enumerate(blow_up(), start=1)]
+    assert decisions[-1].action == "halt"
+
+
+METHODS = {
+    "observe": lambda g: g.observe(9, 0.1),
+    "checkpoint_saved": lambda g: g.checkpoint_saved(9, "x"),
+    "resumed": lambda g: g.resumed(5),
+    "rolled_back": lambda g: g.rolled_back(5),
+    "adopt": lambda g: g.adopt(None),
+    "close": lambda g: g.close(),
+}
+PARTS = [
+    "_read", "_observe", "_begin", "_write", "_judge", "_suspicious", "_report", "_stand", "_decision", "_remember",
+    "_memory", "_take_over", "_acts", "_choose", "_write_run",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_fault_in_any_part_never_gets_out(part, tmp_path, caplog, monkeypatch):
+    """Each method of the guard made to raise: every public call still returns, and it is said once."""
+    guard = KLGuard(output_dir=tmp_path)
+    feed(guard, blow_up(length=45))
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("inserted")
+
+    monkeypatch.setattr(guard, part, broken)
+    for step, value in enumerate(blow_up()[45:], start=46):
+        guard.observe(step, value)
+    for call in METHODS.values():
+        call(guard)
+        call(guard)
+    said = [r for r in caplog.records if "a fault of the guard itself" in r.getMessage()]
+    assert len(said) == len({r.getMessage() for r in said})
+    if part not in {"_remember", "_memory", "_take_over"}:
+        assert guard.blind
+        assert guard.level == -1
+
+
+def test_a_broken_detector_leaves_the_others_at_work(caplog):
+    """KL_MISSING fails; the blow-up is still halted."""
+    guard = KLGuard()
+    broken = next(d for d in guard._detectors if d.signature == "KL_MISSING")
+    broken.update = lambda observation: 1 / 0
+    decisions = feed(guard, blow_up())
+    assert decisions[-1].action == "halt"
+    assert len([w for w in warnings(caplog) if "KL_MISSING, which is off" in w]) == 1
+    assert guard.blind
+
+
+def test_a_keyboard_interrupt_is_not_swallowed():
+    """Ctrl-C belongs to the user."""
+    guard = KLGuard()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    guard._judge = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        guard.observe(1, 0.1)
+
+
+def save(guard, tmp_path, *steps):
+    """Make folders for checkpoints and tell the guard of them."""
+    for step in steps:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir(exist_ok=True)
+        guard.checkpoint_saved(step, folder)
+
+
+def test_a_halt_names_the_last_checkpoint_before_the_departure(tmp_path):
+    """Not the newest: KL logged at a step shows the weights of the step before."""
+    guard = KLGuard(announce=False)
+    for step, kl in enumerate(blow_up(start=40), start=1):
+        decision = guard.observe(step, kl)
+        if step % 10 == 0:
+            save(guard, tmp_path, step)
+        if decision:
+            break
+    assert decision.reason.departure_step in range(38, 42)
+    assert decision.checkpoint.step == 30
+    assert decision.checkpoint.path == str(tmp_path / "checkpoint-30")
+    assert decision.checkpoint.calm
+
+
+@pytest.mark.parametrize(
+    ("window", "saved", "expected"), [(1, [37, 38, 39], 37), (1, [39], None), (10, [20, 29, 30, 31], 29)]
+)
+def test_the_target_lies_before_the_window_of_the_departure(tmp_path, window, saved, expected):
+    """step < (first step of the departure's window) - 1."""
+    guard = KLGuard(GuardConfig(abs_floor=0.5), announce=False)
+    values = blow_up(start=40 // window if window > 1 else 40, length=80, level=0.02)
+    save(guard, tmp_path, *saved)
+    for index, kl in enumerate(values, start=1):
+        decision = guard.observe(index * window, kl, window=window)
+        if decision:
+            break
+    departure = decision.reason.departure_step
+    expected = max((s for s in saved if s < departure - window + 1 - 1), default=None)
+    assert (decision.checkpoint.step if decision.checkpoint else None) == expected
+
+
+def test_checkpoints_that_rotation_took_are_not_named(tmp_path):
+    """Only a folder that is there can be gone back to."""
+    guard = KLGuard(announce=False)
+    save(guard, tmp_path, 10, 20)
+    (tmp_path / "checkpoint-20").rmdir()
+    decision = feed(guard, blow_up())[-1]
+    assert decision.checkpoint.step == 10
+
+
+def test_rollback_is_asked_for_until_the_budget_is_spent(tmp_path):
+    """Attempts count up, findings are said anew, and after the last rollback the guard halts."""
+    guard = KLGuard(GuardConfig(action="rollback", max_rollbacks=2, grace=0), announce=False)
+    save(guard, tmp_path, 10, 30)
+    actions = []
+    for attempt in range(3):
+        decision = feed(guard, blow_up()[30:] if attempt else blow_up(), start=31 if attempt else 1)[-1]
+        actions.append((decision.action, guard.attempt, decision.reason.attempt))
+        if decision.action == "rollback":
+            assert decision.checkpoint.step == 30
+            guard.rolled_back(decision.checkpoint.step)
+    assert actions == [("rollback", 0, 0), ("rollback", 1, 1), ("halt", 2, 2)]
+    assert "all 2 rollbacks are used up" in decision.note
+
+
+def test_rollback_without_a_checkpoint_halts_and_says_so():
+    """Never pretend."""
+    decision = feed(KLGuard(GuardConfig(action="rollback"), announce=False), blow_up())[-1]
+    assert decision.action == "halt"
+    assert "no checkpoint from before the departure" in decision.note
+
+
+def test_a_wrong_reference_blocks_rollback(tmp_path):
+    """While KL is within twice its first value, going back cannot help."""
+    guard = KLGuard(GuardConfig(action="rollback", hard_ceiling=5.0), announce=False)
+    save(guard, tmp_path, 0)
+    decision = feed(guard, [6.0] * 5)[-1]
+    assert decision.action == "halt"
+    assert "from the first step" in decision.note
+
+
+def test_grace_after_a_rollback(tmp_path):
+    """For 5 observations nothing but KL_NONFINITE acts; what lasts longer is said then."""
+    guard = KLGuard(GuardConfig(action="rollback", hard_ceiling=5.0, sustain=1), announce=False)
+    save(guard, tmp_path, 10)
+    feed(guard, [0.02] * 40)
+    assert guard.observe(41, 50.0).action == "rollback"
+    guard.rolled_back(10)
+    actions = [guard.observe(step, 50.0).action for step in range(11, 20)]
+    assert actions[:5] == ["continue"] * 5
+    assert actions[5] != "continue"
+    guard.rolled_back(10)
+    assert guard.observe(11, math.nan, grad_norm=math.nan).action != "continue"
+
+
+def test_a_finding_of_another_rank_is_adopted(tmp_path):
+    """The decision, the journal and the incident are those of the rank that saw it."""
+    seen = feed(KLGuard(announce=False), blow_up())[-1].reason
+    guard = KLGuard(output_dir=tmp_path, announce=False)
+    feed(guard, [0.02] * 10)
+    guard.adopt(seen)
+    assert guard.observe(11, 0.02).reason == seen
+    assert list((tmp_path / "kl_guard" / "incidents").iterdir())
+
+
+def test_incident_holds_what_is_needed(tmp_path):
+    """One folder per decision, with finding, configuration and the observations that led to it."""
+    guard = KLGuard(output_dir=tmp_path, announce=False)
+    decision = feed(guard, blow_up(), learning_rate=1e-5)[-1]
+    (folder,) = (tmp_path / "kl_guard" / "incidents").iterdir()
+    assert folder.name == f"0-{decision.reason.step}-KL_BLOWUP"
+    incident = json.loads((folder / "incident.json").read_text())
+    assert incident["finding"]["signature"] == "KL_BLOWUP"
+    assert incident["config"]["ratio"] == 8.0
+    assert incident["observations"][-1]["step"] == decision.reason.step
+
+
+def test_rank_other_than_zero_writes_and_says_nothing(tmp_path, caplog):
+    """Only rank 0 does; the decision is the same."""
+    guard = KLGuard(output_dir=tmp_path, rank=1)
+    assert feed(guard, blow_up())[-1].action == "halt"
+    assert not (tmp_path / "kl_guard").exists()
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(("value", "rank"), [("3", 3), ("", 0), ("x", 0)])
+def test_rank_from_the_environment(value, rank, monkeypatch):
+    """As torchrun sets it."""
+    monkeypatch.setenv("RANK", value)
+    assert KLGuard().rank == rank
+
+
+def test_message_names_everything(caplog):
+    """Signature, onset, departure, evidence, causes with what to try, checkpoint."""
+    guard = KLGuard()
+    for step, kl in enumerate(blow_up(), start=1):
+        guard.observe(step, kl, learning_rate=1e-5 if step < 38 else 3e-4, beta=0.04)
+    text = "\n".join(warnings(caplog))
+    for part in ("KL_BLOWUP (critical)", "onset: step", "departure", "threshold", "x30", "try:", "No checkpoint"):
+        assert part in text
+    assert "the learning rate was raised" in text.split("1. ")[1].splitlines()[0]
+
+
+def test_observation_cannot_be_changed():
+    """What was observed stays as it was."""
+    with pytest.raises(AttributeError):
+        Observation(1).step = 2
