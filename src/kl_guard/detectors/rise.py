@@ -121,13 +121,16 @@ class RiseMonitor:
     def departure(self, onset: int, horizon: int | None = None) -> int:
         """Return the position at which KL left its own regime: the knee of a hinge on log KL, at most `onset`.
 
-        The fit looks at the numbers from before the onset (48, or the horizon where longer) up to now; a window that
-        begins in the warm-up of a run long past it is cut there, since the climb from 0 is a knee of its own.
+        The fit looks at the numbers from before the onset (48, or the horizon where longer) until the crossing is
+        sustained: what KL does later says nothing about its beginning. In a window that begins in the warm-up the
+        part before the knee is flat, since there the climb from 0 is a bend of its own; in a run long past the warm-up
+        such a window is cut there. Otherwise the part before the knee may rise or fall slowly by itself.
         """
         start = max(0, onset - max(LOOK_BACK, horizon or 0))
         if start < self._warmup and onset >= 2 * self._warmup:
             start = self._warmup
-        hinge = fit_hinge([math.log(max(x, LEAST_KL)) for x in self.series.values[start:]])
+        recent = self.series.values[start : onset + self._config.sustain]
+        hinge = fit_hinge([math.log(max(x, LEAST_KL)) for x in recent], flat=start < self._warmup)
         return onset if hinge is None else min(onset, start + hinge.knee)
 
     def position(self, step: int) -> int:
