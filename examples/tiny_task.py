@@ -102,7 +102,7 @@ def fit(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int 
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
-    return float(loss)
+    return float(loss.detach())
 
 
 def save_fitted(folder: str | Path, seed: int = 0) -> str:

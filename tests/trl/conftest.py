@@ -1,0 +1,55 @@
+"""Real trainers on a toy task: one fine-tuned model per session, runs of a few dozen steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from tiny_task import GRPO, build_dataset, build_tokenizer, reward, save_fitted
+from transformers import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what trains; what the frameworks warn of differs by their version and is theirs."""
+    for item in items:
+        if "trl" in item.path.parts:
+            item.add_marker(pytest.mark.trl)
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calm():
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory):
+    """The fine-tuned toy model, made once."""
+    return save_fitted(tmp_path_factory.mktemp("fitted"))
+
+
+@pytest.fixture
+def make_trainer(fitted, tmp_path):
+    """Build a real trainer: `make_trainer(callbacks, kind="grpo", max_steps=..., **arguments)`."""
+
+    def make(callbacks=(), kind="grpo", output_dir=None, eval_dataset=None, **arguments):
+        trainer_class, config_class = TRAINERS[kind]
+        settings = {**GRPO, "learning_rate": 1e-4, "max_steps": 12, **arguments}
+        trainer = trainer_class(
+            model=fitted,
+            args=config_class(output_dir=str(output_dir or tmp_path / "run"), **settings),
+            reward_funcs=reward,
+            train_dataset=build_dataset(),
+            eval_dataset=eval_dataset,
+            processing_class=build_tokenizer(),
+            callbacks=list(callbacks),
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    return make

@@ -1,0 +1,259 @@
+"""A halt stops the real trainer at once, spoils no checkpoint, and keeps the state."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_task import LearningRateJump, build_dataset
+from trl_runs import Events, SetKL, training_logs
+
+from kl_guard import KLGuardHalted
+from kl_guard_trl import KLGuardCallback
+
+
+def explode(step):
+    """KL in the log: sound for five steps, then above the hard ceiling."""
+    return None if step <= 5 else 1000.0 + step
+
+
+def checkpoints(folder):
+    return sorted(int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*"))
+
+
+def test_a_real_blow_up_is_halted(make_trainer, tmp_path, caplog):
+    """GRPO, learning rate x100 at step 45: halted within 16 steps, departure near the cause, way back named."""
+    guard, events = KLGuardCallback(), Events()
+    trainer = make_trainer(
+        [LearningRateJump(45, 100.0), guard, events], max_steps=90, save_strategy="steps", save_steps=10
+    )
+    trainer.train()
+    reason = guard.decision.reason
+    assert guard.halted
+    assert trainer.state.global_step == events.steps == reason.step <= 61
+    assert reason.signature == "KL_BLOWUP"
+    assert abs(reason.departure_step - 45) <= 5
+    assert guard.decision.checkpoint.path == str(tmp_path / "run" / "checkpoint-40")
+    assert reason.causes[0].name == "the learning rate was raised"
+    text = caplog.text
+    for part in (
+        "KL_BLOWUP (critical)",
+        "onset: step",
+        "departure",
+        "x100",
+        "try: ",
+        "trainer.train(resume_from_checkp",
+    ):
+        assert part in text
+    (incident,) = (tmp_path / "run" / "kl_guard" / "incidents").iterdir()
+    assert json.loads((incident / "incident.json").read_text())["checkpoint"]["step"] == 40
+
+
+def test_a_real_blow_up_under_rloo_is_seen(make_trainer):
+    """RLOO logs k1, which is noisy and can be negative; the same rule holds."""
+    guard = KLGuardCallback(abs_floor=0.25)
+    trainer = make_trainer([LearningRateJump(45, 100.0), guard], kind="rloo", max_steps=90)
+    trainer.train()
+    assert guard.config.kl_kind == "k1"
+    assert guard.halted
+    assert 45 <= guard.decision.reason.step <= 70
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_healthy_run_passes_in_silence(make_trainer, kind):
+    """No finding, no halt, and every step trained."""
+    guard = KLGuardCallback()
+    trainer = make_trainer([guard], kind=kind, max_steps=60)
+    trainer.train()
+    assert not guard.halted
+    assert guard.guard.findings == []
+    assert trainer.state.global_step == 60
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_save_and_evaluation_due_are_called_off(make_trainer, tmp_path, kind):
+    """With a save and an evaluation due at every step and one checkpoint kept, the last sound ones stay."""
+    guard, events = KLGuardCallback(), Events()
+    trainer = make_trainer(
+        [SetKL(explode), guard, events],
+        kind=kind,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        eval_dataset=build_dataset(8),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert events.evaluations == 7
+    assert checkpoints(tmp_path / "run") == [7]
+
+
+def test_the_halted_state_is_kept(make_trainer, tmp_path):
+    """Complete, under the guard's own folder, equal to the model in memory; the arguments are put back."""
+    guard = KLGuardCallback()
+    trainer = make_trainer([SetKL(explode), guard], log_completions=True, save_strategy="steps", save_steps=2)
+    trainer.train()
+    folder = tmp_path / "run" / "kl_guard" / "halted" / "step-8"
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= {
+        p.name for p in folder.iterdir()
+    }
+    saved = load_file(folder / "model.safetensors")
+    for name, tensor in trainer.model.state_dict().items():
+        if name in saved:
+            assert torch.equal(saved[name], tensor.cpu()), name
+    assert trainer.args.output_dir == str(tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == [2, 4, 6]
+    written = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
+    assert written[-1].endswith("00008.parquet")
+
+
+def test_a_second_halt_at_the_same_step_keeps_both_states(make_trainer, tmp_path):
+    """Nothing the guard kept is overwritten."""
+    for _ in range(2):
+        make_trainer([SetKL(explode), KLGuardCallback()]).train()
+    halted = tmp_path / "run" / "kl_guard" / "halted"
+    assert sorted(p.name for p in halted.glob("step-*")) == ["step-8", "step-8-2"]
+
+
+@pytest.mark.parametrize("obstacle", ["off", "space", "folder"])
+def test_without_space_the_state_is_not_kept(make_trainer, tmp_path, caplog, monkeypatch, obstacle):
+    """Switched off, no space, or a folder that cannot be made: the halt comes all the same, and it is said."""
+    guard = KLGuardCallback(save_halted=obstacle != "off")
+    trainer = make_trainer([SetKL(explode), guard], save_strategy="steps", save_steps=1)
+    if obstacle == "space":
+        usage = type("Usage", (), {"free": 10})()
+        monkeypatch.setattr("kl_guard_trl.halted_state.shutil.disk_usage", lambda _: usage)
+    if obstacle == "folder":
+        (tmp_path / "run" / "kl_guard").mkdir(parents=True)
+        (tmp_path / "run" / "kl_guard" / "halted").write_text("in the way")
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert checkpoints(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
+    assert not list((tmp_path / "run" / "kl_guard").glob("halted/step-*"))
+    assert ("not kept" in caplog.text) == (obstacle != "off")
+
+
+def test_raise_comes_after_clean_up(make_trainer, tmp_path):
+    """train() raises, with the decision; the state is kept, the journal closed, and training can go on."""
+    guard = KLGuardCallback(on_halt="raise")
+    trainer = make_trainer([SetKL(explode), guard])
+    with pytest.raises(KLGuardHalted, match="KL_BLOWUP at step 8") as caught:
+        trainer.train()
+    assert caught.value.decision.reason.step == 8
+    assert (tmp_path / "run" / "kl_guard" / "halted" / "step-8").is_dir()
+    again = make_trainer([KLGuardCallback()])
+    again.train()
+    assert again.state.global_step == 12
+
+
+def test_warn_only_goes_on(make_trainer, tmp_path):
+    """`action="warn"` reports and never stops."""
+    guard = KLGuardCallback(action="warn")
+    trainer = make_trainer([SetKL(explode), guard])
+    trainer.train()
+    assert not guard.halted
+    assert trainer.state.global_step == 12
+    assert [f.signature for f in guard.guard.findings] == ["KL_BLOWUP"]
+
+
+def test_epoch_strategies(make_trainer, tmp_path):
+    """What is due at the end of the epoch that the halt cuts short is called off as well."""
+    guard, events = KLGuardCallback(), Events()
+    trainer = make_trainer(
+        [SetKL(explode), guard, events],
+        max_steps=-1,
+        num_train_epochs=2,
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        per_device_eval_batch_size=8,
+        eval_dataset=build_dataset(8),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert events.evaluations == 0
+    assert checkpoints(tmp_path / "run") == []
+    assert (tmp_path / "run" / "kl_guard" / "halted" / "step-8").is_dir()
+
+
+def test_the_best_checkpoint_is_not_lost(make_trainer, tmp_path):
+    """With one checkpoint kept besides the best, the trainer must not take the halted state for the best and clean up."""
+    guard = KLGuardCallback()
+    trainer = make_trainer(
+        [SetKL(explode), guard],
+        kind="rloo",
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        eval_dataset=build_dataset(8),
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    trainer.train()
+    assert guard.halted
+    assert set(checkpoints(tmp_path / "run")) & {2, 4, 6}
+    assert "halted" not in str(trainer.state.best_model_checkpoint)
+
+
+def test_nonfinite_steps_are_halted(make_trainer):
+    """All-NaN KL, which TRL logs as None, with a NaN gradient."""
+    guard = KLGuardCallback()
+
+    class Broken(SetKL):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs and state.global_step == 6:
+                logs |= {"kl": None, "grad_norm": float("nan")}
+
+    trainer = make_trainer([Broken(None), guard])
+    trainer.train()
+    assert guard.decision.reason.signature == "KL_NONFINITE"
+    assert trainer.state.global_step == 6
+
+
+def test_a_halt_with_averaged_logs(make_trainer):
+    """With logging_steps 3 the guard decides at a logged step, and knows what the log averages."""
+    guard = KLGuardCallback()
+    trainer = make_trainer([SetKL(lambda step: 1000.0), guard], max_steps=20, logging_steps=3)
+    trainer.train()
+    assert trainer.state.global_step == 9
+    assert [o.window for o in guard.guard.history] == [3, 3, 3]
+    assert [o.step for o in guard.guard.history] == [3, 6, 9]
+
+
+def test_what_is_observed_is_what_was_logged(make_trainer):
+    """KL and companions of every training log, and nothing else: no evaluation, no summary."""
+    guard = KLGuardCallback()
+    trainer = make_trainer(
+        [guard], eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=8, eval_dataset=build_dataset(8)
+    )
+    trainer.train()
+    rows = training_logs(trainer)
+    assert [o.step for o in guard.guard.history] == [row["step"] for row in rows] == list(range(1, 13))
+    for observation, row in zip(guard.guard.history, rows, strict=True):
+        assert observation.kl_mean == row["kl"]
+        assert observation.grad_norm == row["grad_norm"]
+        assert observation.reward == row["reward"]
+        assert observation.beta == 0.1
+
+
+def test_the_guard_changes_nothing(make_trainer, tmp_path):
+    """A guarded run logs the very numbers of an unguarded one."""
+    plain = make_trainer([], output_dir=tmp_path / "plain")
+    plain.train()
+    guarded = make_trainer([KLGuardCallback()], output_dir=tmp_path / "guarded")
+    guarded.train()
+    for a, b in zip(training_logs(plain), training_logs(guarded), strict=True):
+        assert {k: v for k, v in a.items() if "time" not in k} == {k: v for k, v in b.items() if "time" not in k}
+
+
+def test_findings_are_logged_at_their_level(make_trainer, caplog):
+    """Critical as ERROR, so that every log filter shows it."""
+    make_trainer([SetKL(explode), KLGuardCallback()]).train()
+    levels = {r.levelno for r in caplog.records if "KL_BLOWUP (critical)" in r.getMessage()}
+    assert levels == {logging.ERROR}
