@@ -49,7 +49,7 @@ GRPO: dict[str, Any] = {
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of 32 whole words; padding and end-of-sequence differ."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - not a password
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
@@ -98,7 +98,7 @@ def fit(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int 
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         labels[:, :PROMPT_WORDS] = -100
         loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -124,7 +124,7 @@ def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list
     return shares
 
 
-class LearningRateJump(TrainerCallback):  # type: ignore[misc]
+class LearningRateJump(TrainerCallback):
     """Multiplies the learning rate by `factor` from update `step` on, as a wrong schedule would."""
 
     def __init__(self, step: int, factor: float) -> None:

@@ -22,11 +22,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from tiny_task import GRPO, LearningRateJump, build_dataset, build_tokenizer, reward, save_fitted
 from transformers import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from kl_guard_trl import KLGuardCallback
+from tiny_task import GRPO, LearningRateJump, build_dataset, build_tokenizer, reward, save_fitted
+from trl import GRPOConfig, GRPOTrainer
 
 STEPS = 90
 JUMP_AT = 45

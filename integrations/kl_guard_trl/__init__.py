@@ -3,6 +3,7 @@
 try:
     import torch  # noqa: F401
     import transformers  # noqa: F401
+
     import trl  # noqa: F401
 except ModuleNotFoundError as err:
     if err.name not in {"torch", "transformers", "trl"}:

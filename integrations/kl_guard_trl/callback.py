@@ -235,8 +235,9 @@ class KLGuardCallback(TrainerCallback):
         first = next(t["reason"] for t in told if t["reason"] is not None)
         if self.guard is not None and self.decision.reason is None:
             reason = Finding.from_dict(first)
-            self.guard.adopt(reason)
             self.decision = Decision("halt", (), None, reason)
+            self.guard.adopt(reason)
+            self.decision = self.guard.decision or self.decision
         checkpoint = self.decision.checkpoint
         if checkpoint is not None and self.guard is not None and self.guard.rank == 0:
             logger.warning(

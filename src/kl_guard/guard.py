@@ -112,6 +112,11 @@ class KLGuard:
         return self._quiet < SETTLING
 
     @property
+    def decision(self) -> Decision:
+        """The decision that stands now, without findings."""
+        return self._decision(())
+
+    @property
     def level(self) -> int:
         """0 calm, 1 suspicion or warning, 2 critical, -1 blind."""
         if self.blind:

@@ -5,10 +5,10 @@ import logging
 import math
 
 import pytest
-from streams import blow_up
 
 from kl_guard import GuardConfig, KLGuard, Observation
 from kl_guard.detectors import KLBlowup, KLGrowth
+from streams import blow_up
 
 
 def feed(guard, values, start=1, **more):
@@ -235,7 +235,7 @@ def test_a_halt_names_the_last_checkpoint_before_the_departure(tmp_path):
     ("window", "saved", "expected"), [(1, [37, 38, 39], 37), (1, [39], None), (10, [20, 29, 30, 31], 29)]
 )
 def test_the_target_lies_before_the_window_of_the_departure(tmp_path, window, saved, expected):
-    """step < (first step of the departure's window) - 1."""
+    """Step < (first step of the departure's window) - 1."""
     guard = KLGuard(GuardConfig(abs_floor=0.5), announce=False)
     values = blow_up(start=40 // window if window > 1 else 40, length=80, level=0.02)
     save(guard, tmp_path, *saved)

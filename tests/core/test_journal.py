@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import blow_up, holed_series
 
 from kl_guard import GuardConfig, KLGuard
 from kl_guard.journal import Journal, encode, read_journal
 from kl_guard.memory import recall
+from streams import blow_up, holed_series
 
 
 def feed(guard, values, start=1):

@@ -40,7 +40,7 @@ def test_non_finite_values_pass(value):
 @pytest.mark.parametrize("value", ["high", "", True, 1j, [0.1], {}, np.zeros(2), object(), b"0.5"])
 def test_no_numbers(value):
     """The message has the name and the value."""
-    with pytest.raises(ValueError, match="^grad_norm must be a number"):
+    with pytest.raises(ValueError, match=r"^grad_norm must be a number"):
         as_number("grad_norm", value)
 
 
@@ -60,14 +60,14 @@ def test_steps(value, step):
 @pytest.mark.parametrize("value", [-1, 2.5, math.nan, math.inf, None, "first", True])
 def test_no_steps(value):
     """Negative, broken, missing."""
-    with pytest.raises(ValueError, match="^step must be a"):
+    with pytest.raises(ValueError, match=r"^step must be a"):
         as_step(value)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None, math.nan])
 def test_no_windows(value):
     """A window averages at least one step."""
-    with pytest.raises(ValueError, match="^window must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"^window must be a whole number of at least 1"):
         as_window(value)
 
 

@@ -6,11 +6,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Rule, judge
-from streams import blow_up, finite_series, holed_series
 
 from kl_guard import GuardConfig, Observation
 from kl_guard.detectors import KLBlowup, KLGrowth, RiseMonitor
+from oracle import Rule, judge
+from streams import blow_up, finite_series, holed_series
 
 
 def rules(config, warmup):

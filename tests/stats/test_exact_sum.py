@@ -5,9 +5,9 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import finite
 
 from kl_guard.stats import ExactSum
+from streams import finite
 
 
 @given(st.lists(finite))

@@ -5,10 +5,10 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import mann_kendall
-from streams import finite_series
 
 from kl_guard.stats import HorizonWindow, RunningRecord, Series, Streak
+from oracle import mann_kendall
+from streams import finite_series
 
 
 @given(finite_series(max_size=120), st.sampled_from([None, 8, 32, 64]), st.integers(0, 12), st.integers(1, 3))

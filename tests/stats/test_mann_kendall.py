@@ -7,10 +7,10 @@ import pymannkendall
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import mann_kendall
-from streams import finite_series
 
 from kl_guard.stats import Series, SlidingMannKendall
+from oracle import mann_kendall
+from streams import finite_series
 
 
 @given(finite_series(max_size=60), st.integers(2, 30))

@@ -7,9 +7,9 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import finite_series
 
 from kl_guard.stats import Series, SlidingMannKendall, SortedWindow, SumWindow
+from streams import finite_series
 
 
 @st.composite

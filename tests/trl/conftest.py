@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny_task import GRPO, build_dataset, build_tokenizer, reward, save_fitted
 from transformers import PrinterCallback
+
+from tiny_task import GRPO, build_dataset, build_tokenizer, reward, save_fitted
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}

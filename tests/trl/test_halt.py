@@ -6,11 +6,11 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_task import LearningRateJump, build_dataset
-from trl_runs import Events, SetKL, training_logs
 
 from kl_guard import KLGuardHalted
 from kl_guard_trl import KLGuardCallback
+from tiny_task import LearningRateJump, build_dataset
+from trl_runs import Events, SetKL, training_logs
 
 
 def explode(step):
@@ -180,7 +180,7 @@ def test_epoch_strategies(make_trainer, tmp_path):
 
 
 def test_the_best_checkpoint_is_not_lost(make_trainer, tmp_path):
-    """With one checkpoint kept besides the best, the trainer must not take the halted state for the best and clean up."""
+    """With one checkpoint kept, the trainer must not take the halted state for the best and delete the others."""
     guard = KLGuardCallback()
     trainer = make_trainer(
         [SetKL(explode), guard],

@@ -1,0 +1,79 @@
+"""Two processes: what one rank alone sees stops both, at the same step; a broken guard leaves nobody behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def torchrun(mode, model, folder, repeats):
+    """Run `two_ranks.py` on two gloo ranks; return its results by repetition."""
+    paths = [str(HERE.parent), str(HERE.parent.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths[::-1] if p)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(HERE / "two_ranks.py"), mode, model, str(folder), str(repeats)]
+    run = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, errors = run.communicate(timeout=120 + 30 * repeats)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        out, errors = run.communicate()
+        pytest.fail(f"the ranks hang; last lines:\n{out[-2000:]}\n{errors[-2000:]}")
+    assert run.returncode == 0, errors[-4000:]
+    results = [json.loads(line.split("RESULT ")[1]) for line in out.splitlines() if "RESULT " in line]
+    assert len(results) == 2 * repeats
+    return [[r for r in results if r["repeat"] == i] for i in range(repeats)], errors
+
+
+def check(pairs, folder):
+    """Both ranks ended at the step at which the seeing one was sure, for the same reason, and rank 0 wrote it down."""
+    for repeat, pair in enumerate(pairs):
+        for result in pair:
+            assert result["ended"] == result["expected"], pair
+            assert result["halted"], pair
+            assert result["reason"] == ["KL_BLOWUP", result["expected"]], pair
+            assert result["output_dir"], pair
+            before = [s for s in (2, 4, 6, 8) if s < result["departure"] - 1]
+            assert result["way_back"] in {max(before, default=None), None}, pair
+        expected = pair[0]["expected"]
+        guard = folder / str(repeat) / "kl_guard"
+        assert (guard / "incidents" / f"0-{expected}-KL_BLOWUP" / "incident.json").is_file()
+        assert (guard / "halted" / f"step-{expected}").is_dir() == (repeat % 2 == 0)
+        kept = sorted(p.name for p in (folder / str(repeat)).glob("checkpoint-*"))
+        assert f"checkpoint-{expected}" not in kept
+
+
+def test_one_rank_sees_the_trouble(fitted, tmp_path):
+    """Both stop at the same step, three times of three (twenty under `make soak`)."""
+    pairs, _ = torchrun("sees", fitted, tmp_path, 3)
+    check(pairs, tmp_path)
+
+
+def test_a_broken_guard_on_one_rank(fitted, tmp_path):
+    """Its training goes on, and a later halt of the other rank still stops both."""
+    pairs, errors = torchrun("fault", fitted, tmp_path, 2)
+    check(pairs, tmp_path)
+    assert "a fault of the guard itself" in errors
+
+
+@pytest.mark.soak
+def test_one_rank_sees_the_trouble_twenty_times(fitted, tmp_path):
+    """Twenty of twenty."""
+    pairs, _ = torchrun("sees", fitted, tmp_path, 20)
+    check(pairs, tmp_path)
+    assert {pair[0]["seer"] for pair in pairs} == {0, 1}
+
+
+@pytest.mark.soak
+def test_a_broken_guard_on_one_rank_ten_times(fitted, tmp_path):
+    """Ten of ten."""
+    pairs, _ = torchrun("fault", fitted, tmp_path, 10)
+    check(pairs, tmp_path)
