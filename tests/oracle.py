@@ -81,7 +81,7 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
         record = max(float(np.median(x[i : i + 5])) for i in range(start - 4))
         if not float(np.median(late)) > 2 * record:
             return None
-    s, _, _, p = mann_kendall(w[n // 2 :])
+    s, _, _, p = mann_kendall(w[n // 2 :].tolist())
     if not (s > 0 and p < alpha):
         return None
     run = 0

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from kl_guard.journal import Journal
 from kl_guard.memory import Memory, recall
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import METRICS, Observation, as_number, as_step, as_window
+from kl_guard.stats import HorizonWindow
 
 logger = logging.getLogger("kl_guard")
 
@@ -219,6 +220,10 @@ class KLGuard:
                 self._stand(reason)
         except Exception:
             self._fail("taking over a finding of another rank")
+
+    def windows(self) -> Iterator[HorizonWindow]:
+        """Yield the windows that KL_BLOWUP judges, as they stand: the shortest horizon first, the whole run last."""
+        return self._monitor.windows()
 
     def close(self) -> None:
         """Close the journal and let another guard use the folder."""
