@@ -60,12 +60,12 @@ def reach(config: GuardConfig, expected_observations: int | None, steps_per_obse
     k = steps_per_observation
     cold = config.abs_floor * (config.cold_factor if config.robust else 1)
     parts = [
-        f"KL_BLOWUP cannot fire before step {first['KL_BLOWUP'] * k} (while the window reaches into the first "
-        f"{config.warmup_of(expected_observations)} observations only above {cold:g})",
-        f"KL_GROWTH not before step {first['KL_GROWTH'] * k} (above {config.abs_floor * GROWTH_SHARE:g})",
+        f"KL_BLOWUP cannot fire before step {first['KL_BLOWUP'] * k}, and needs a KL above {config.abs_floor:g} (above "
+        f"{cold:g} while its window reaches into the first {config.warmup_of(expected_observations)} observations)",
+        f"KL_GROWTH not before step {first['KL_GROWTH'] * k}, above {config.abs_floor * GROWTH_SHARE:g}",
     ]
     if first["hard ceiling"]:
-        parts.append(f"KL above {config.hard_ceiling:g} from step {first['hard ceiling'] * k} on")
+        parts.append(f"a KL above {config.hard_ceiling:g} halts from step {first['hard ceiling'] * k} on")
     text = "; ".join(parts)
     if expected_observations is not None and expected_observations < first["KL_BLOWUP"]:
         text += f"; this run will give only {expected_observations} observations, so KL_BLOWUP cannot fire at all"

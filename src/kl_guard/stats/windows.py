@@ -21,11 +21,12 @@ SLACK = 8  # a rebuild of a tiny window is not worth avoiding insertions for
 class Window(ABC):
     """Numbers `lo` to `hi - 1` of a series, with a statistic that follows both bounds."""
 
-    __slots__ = ("_series", "_version", "hi", "lo")
+    __slots__ = ("_known", "_series", "_version", "hi", "lo")
 
     def __init__(self, series: Series) -> None:
         self._series = series
         self._version = series.version
+        self._known: float | None = None  # the statistic where the window stands, once it was asked for
         self.lo = self.hi = 0
 
     def __len__(self) -> int:
@@ -58,11 +59,13 @@ class Window(ABC):
             for i in range(old_lo, lo):
                 self._remove(values[i])
         self.lo, self.hi = lo, hi
+        self._known = None
 
     def reset(self) -> None:
         """Cover nothing."""
         self._rebuild([])
         self.lo = self.hi = 0
+        self._known = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bounds; the numbers themselves are the series' state."""
@@ -109,11 +112,12 @@ class SortedWindow(Window):
         IndexError
             If the window is empty.
         """
-        ordered = self._sorted
-        middle, odd = divmod(len(ordered), 2)
-        if odd:
-            return float(ordered[middle])
-        return (float(ordered[middle - 1]) + float(ordered[middle])) / 2
+        if self._known is None:
+            ordered = self._sorted
+            middle, odd = divmod(len(ordered), 2)
+            low, high = ordered[middle - (not odd)], ordered[middle]
+            self._known = float(low if odd else (low + high) / 2)
+        return self._known
 
     def _rebuild(self, values: list[float]) -> None:
         self._sorted = SortedList(values)
@@ -151,7 +155,9 @@ class SumWindow(Window):
         ZeroDivisionError
             If the window is empty.
         """
-        return self._sum.value / (self.hi - self.lo)
+        if self._known is None:
+            self._known = self._sum.value / (self.hi - self.lo)
+        return self._known
 
     def _rebuild(self, values: list[float]) -> None:
         self._sum.assign(values)

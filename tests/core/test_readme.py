@@ -1,0 +1,42 @@
+"""What README shows is what the package does."""
+
+import doctest
+import re
+from pathlib import Path
+
+from kl_guard import GuardConfig, KLGuard, replay
+from kl_guard.detectors import __all__ as detectors
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_examples_give_what_is_shown():
+    """Every prompt in a code block is run."""
+    blocks = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if ">>>" in b]
+    assert blocks
+    for block in blocks:
+        test = doctest.DocTestParser().get_doctest(block, {"replay": replay}, "README", "README.md", 0)
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_the_block_without_a_framework_runs(tmp_path, monkeypatch):
+    """As it stands."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "guard.observe" in b]
+    exec(block, {})  # noqa: S102 - the README's own code
+    assert (tmp_path / "out" / "kl_guard" / "journal.jsonl").is_file()
+
+
+def test_every_signature_has_a_row():
+    """The table is complete, and names nothing that does not exist."""
+    shown = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
+    known = {d.signature for d in KLGuard()._detectors}
+    assert shown == known
+    assert len(known) == len([name for name in detectors if name.startswith(("KL", "Reference"))])
+
+
+def test_the_knobs_named_exist():
+    """Options in README are fields of GuardConfig."""
+    for name in re.findall(r"`KLGuardCallback\((\w+)=", README) + re.findall(r"GuardConfig\((\w+)=", README):
+        assert hasattr(GuardConfig(), name)
