@@ -4,8 +4,8 @@
 
 Times are medians over the last 1,000 observations before each length, journal included, in microseconds. Streams:
 a healthy run; one that stays above the floor, so that every horizon is judged at every step; and the same with every
-statistic of every horizon read at every step, so that no shortcut can hide work. rlprobe re-reads its whole recording at
-each 25th step; its figure is the mean over the last 1,000 steps, from memory, without its files.
+statistic of every horizon read at every step, so that no shortcut can hide work. rlprobe re-reads its whole recording
+at each 25th step; its figure is the mean over the last 1,000 steps, from memory, without its files.
 """
 
 from __future__ import annotations
