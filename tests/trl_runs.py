@@ -15,7 +15,9 @@ class SetKL(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         value = self.values(state.global_step)
         if "loss" in logs and value is not None:
-            logs[self.key] = state.log_history[-1][self.key] = value
+            logs[self.key] = value
+            if isinstance(value, float):  # what the trainer saves must be plain
+                state.log_history[-1][self.key] = value
 
 
 class Events(TrainerCallback):

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kl_guard import Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard_trl import ranks
 from kl_guard_trl.halted_state import HaltedState
-from kl_guard_trl.hosts import kl_kind_of, limits, steps_per_log
+from kl_guard_trl.hosts import kl_kind_of, limits, on_generation_boundary, steps_per_log
 
 logger = logging.getLogger("kl_guard")
 
@@ -122,7 +122,11 @@ class KLGuardCallback(TrainerCallback):
                 control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note a checkpoint, or that the halted state is on disk."""
+        """Note a checkpoint, or that the halted state is on disk, once every rank has written its part."""
+        try:
+            ranks.barrier()
+        except Exception:
+            self._fault("waiting for the other ranks")
         self._guarded(self._saved, args, state)
 
     def on_train_end(
@@ -252,7 +256,9 @@ class KLGuardCallback(TrainerCallback):
             if args.process_index == 0:
                 logger.warning("kl-guard: the halted state is in %s", self._kept.path)
         elif self.guard is not None and not self._idle:
-            self.guard.checkpoint_saved(state.global_step, Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            step = state.global_step
+            folder = Path(args.output_dir) / f"checkpoint-{step}"
+            self.guard.checkpoint_saved(step, folder, aligned=on_generation_boundary(args, step))
 
     def _keep_stopping(self, control: TrainerControl) -> None:
         if self.halted and not self._idle:

@@ -43,7 +43,7 @@ def steps_per_log(args: Any, state: Any) -> int:
 def limits(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
     """Yield one line for each thing about this run that limits what the guard can see or do."""
     yield from _what_is_seen(args, state, config)
-    yield from _what_is_saved(args, state)
+    yield from _what_is_saved(args, state, config.pin_checkpoints)
     if getattr(args, "logging_nan_inf_filter", False):
         yield "logging_nan_inf_filter is on: the logged loss hides NaN and inf, so a sound loss proves nothing"
     if config.action == "rollback":
@@ -88,15 +88,29 @@ def _what_is_seen(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
     yield reach(config, state.max_steps // every, every)
 
 
-def _what_is_saved(args: Any, state: Any) -> Iterator[str]:
+def on_generation_boundary(args: Any, step: int) -> bool:
+    """Return whether a checkpoint of `step` lies between two generations, so that resuming from it is exact.
+
+    In the middle of one, GRPO and RLOO have rollouts buffered that no checkpoint holds.
+    """
+    block = (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
+    return step * int(args.gradient_accumulation_steps) % int(block) == 0
+
+
+def _what_is_saved(args: Any, state: Any, pins: bool) -> Iterator[str]:
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy == "no":
         yield "save_strategy is 'no': no checkpoint is saved, so after a halt there is none to go back to"
         return
     limit = args.save_total_limit
+    help_text = (
+        "; the guard's pins (up to four, each as large as a checkpoint once rotation has taken it) keep the way back"
+        if pins
+        else ""
+    )
     if strategy != "steps":
         if limit == 1:
-            yield "save_total_limit is 1: the only checkpoint kept may be from after the departure"
+            yield f"save_total_limit is 1: the only checkpoint kept may be from after the departure{help_text}"
         return
     every = getattr(state, "save_steps", None) or args.save_steps
     every = int(every) if every >= 1 else max(1, int(state.max_steps * every))
@@ -105,5 +119,6 @@ def _what_is_saved(args: Any, state: Any) -> Iterator[str]:
     elif limit is not None and (limit == 1 or limit * every < NEEDED):
         yield (
             f"save_total_limit is {limit} with save_steps {every}: when an alarm comes, the newest {limit} of the "
-            f"checkpoints may all be from after the departure; keep at least {max(2, -(-NEEDED // every) + 1)}"
+            f"checkpoints may all be from after the departure"
+            + (help_text or f"; keep at least {max(2, -(-NEEDED // every) + 1)}")
         )

@@ -22,6 +22,12 @@ def any_rank(wants: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
+def barrier() -> None:
+    """Wait for every process; every process must call this at the same place."""
+    if world_size() > 1:
+        dist.barrier()
+
+
 def gather(value: Any) -> list[Any]:
     """Return the `value` of every process, by rank; every process must call this at the same place."""
     if world_size() == 1:

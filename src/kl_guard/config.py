@@ -84,6 +84,9 @@ class GuardConfig:
     max_rollbacks: int = _knob(2, "Rollbacks before the guard halts instead. At least 0.")
     rollback_margin: int = _knob(0, "Steps to stay further behind the departure when going back. At least 0.")
     grace: int = _knob(5, "Observations after a rollback in which only KL_NONFINITE acts. At least 0.")
+    pin_checkpoints: bool = _knob(
+        True, "Keep copies of calm checkpoints (hard links where possible) that the trainer's rotation cannot delete."
+    )
     save_halted: bool = _knob(
         True, "Keep the state at a halt in <output_dir>/kl_guard/halted/, where space allows, so that no work is lost."
     )
@@ -96,7 +99,7 @@ class GuardConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name in ("robust", "save_halted"):
+        for name in ("robust", "pin_checkpoints", "save_halted"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from kl_guard import incidents
 from kl_guard._version import __version__
-from kl_guard.checkpoints import Ledger
+from kl_guard.checkpoints import Keeper
 from kl_guard.config import GuardConfig
 from kl_guard.detectors import Detector, KLBlowup, KLGrowth, KLMissing, KLNonfinite, ReferenceMismatch, RiseMonitor
 from kl_guard.diagnosis import explain
@@ -84,9 +84,9 @@ class KLGuard:
         self.blind = False
         self.findings: list[Finding] = []
         self.history = History()
-        self.checkpoints = Ledger()
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
+        self.checkpoints = Keeper(self.folder / "pins" if self.folder and self.config.pin_checkpoints else None)
         self._monitor = RiseMonitor(self.config, self.config.warmup_of(expected_observations))
         self._mismatch = ReferenceMismatch(self.config)
         self._detectors: list[Detector] = [
@@ -101,6 +101,7 @@ class KLGuard:
         self._rollbacks = 0
         self._grace_left = 0
         self._quiet = SETTLING
+        self._trusted: int | None = None
         self._repeats = 0
         self._warned: set[str] = set()
 
@@ -166,13 +167,18 @@ class KLGuard:
             self._fail("observing a step")
             return Decision()
 
-    def checkpoint_saved(self, step: Any, path: str | os.PathLike[str]) -> None:
-        """Say that a complete checkpoint of `step` lies in the folder `path`."""
+    def checkpoint_saved(self, step: Any, path: str | os.PathLike[str], *, aligned: bool = True) -> None:
+        """Say that a complete checkpoint of `step` lies in the folder `path`.
+
+        It is pinned: kept in `<output_dir>/kl_guard/pins/` out of reach of the trainer's rotation, as long as it may be
+        needed. `aligned=False` says that the framework cannot resume from it exactly.
+        """
         try:
             checkpoint = Checkpoint(as_step(step), os.fspath(path), calm=not self.suspicion)
             self._begin()
-            self.checkpoints.add(checkpoint)
             self._write("checkpoint", asdict(checkpoint), sync=True)
+            trusted = self._trusted if self.suspicion else None
+            self.checkpoints.saved(checkpoint, aligned=aligned, trusted=trusted)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
         except Exception:
@@ -188,6 +194,7 @@ class KLGuard:
             step = as_step(step)
             memory = self._remember(step, history)
             self._take_over(memory, resumed=step > 0)
+            self.checkpoints.go_back(step)
             self._write("resume", {"step": step, "time": time.time()}, sync=True)
         except ValueError as error:
             self._warn_once("resumed", f"the resume is not taken in: {error}")
@@ -204,6 +211,7 @@ class KLGuard:
             memory.rollbacks += 1
             memory.findings = []
             self._take_over(memory, resumed=True)
+            self.checkpoints.go_back(to_step)
             self._grace_left = self.config.grace
             self._write("rollback", {"to_step": to_step, "attempt": self.attempt, "time": time.time()}, sync=True)
         except ValueError as error:
@@ -228,6 +236,7 @@ class KLGuard:
     def close(self) -> None:
         """Close the journal and let another guard use the folder."""
         try:
+            self.checkpoints.close()
             if self._journal is not None:
                 self._journal.close()
         except Exception:
@@ -276,7 +285,10 @@ class KLGuard:
             self._repeats = 0
         new_step = last != observation.step
         findings, reason = self._judge(observation)
-        self._quiet = 0 if self._suspicious() else self._quiet + new_step
+        suspicious = self._suspicious()
+        if suspicious and not self.suspicion:
+            self._trusted = last
+        self._quiet = 0 if suspicious else self._quiet + new_step
         self._grace_left = max(0, self._grace_left - new_step)
         for finding in findings:
             self._report(finding)
@@ -333,7 +345,7 @@ class KLGuard:
         self._write("decision", {"time": time.time(), "action": action, "note": note, "step": reason.step}, sync=True)
         if self._announces:
             logger.error("kl-guard:%s", describe_decision(decision))
-        if self.folder is not None and self._journal is not None and not self._journal.locked_out:
+        if self.folder is not None and self._writes():
             try:
                 incidents.write(self.folder, decision, self.config, self.run_id, self.history)
             except OSError as error:
@@ -366,6 +378,7 @@ class KLGuard:
         if self._journal is not None:
             self._journal.archive()
         self._write_run()
+        self.checkpoints.begin(self.run_id, writes=self._writes())
 
     def _write_run(self) -> None:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
@@ -411,9 +424,7 @@ class KLGuard:
         self.run_id = memory.run_id or self.run_id
         self.attempt, self._rollbacks = memory.attempt, memory.rollbacks
         self.history, self.findings = memory.history, memory.findings
-        self.checkpoints = Ledger()
-        for checkpoint in memory.checkpoints.values():
-            self.checkpoints.add(checkpoint)
+        self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
         self._standing = None
         self._grace_left = self._repeats = 0
         self._quiet = SETTLING
@@ -435,6 +446,10 @@ class KLGuard:
             detector.rearm(max(severities, default=None))
             if resumed:
                 detector.resumed()
+
+    def _writes(self) -> bool:
+        """Whether this guard is the one that writes the folder."""
+        return self._journal is not None and self._journal.acquire()
 
     def _write(self, kind: str, fields: Mapping[str, Any], *, sync: bool = False) -> None:
         if self._journal is not None:

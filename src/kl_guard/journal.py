@@ -88,8 +88,8 @@ class Journal:
 
     def acquire(self) -> bool:
         """Become the writer of the folder, without waiting; say so once where another process is."""
-        if self.locked_out:
-            return False
+        if self.locked_out or self._lock.is_locked:
+            return not self.locked_out
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)

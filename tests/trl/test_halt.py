@@ -257,3 +257,49 @@ def test_findings_are_logged_at_their_level(make_trainer, caplog):
     make_trainer([SetKL(explode), KLGuardCallback()]).train()
     levels = {r.levelno for r in caplog.records if "KL_BLOWUP (critical)" in r.getMessage()}
     assert levels == {logging.ERROR}
+
+
+def test_the_way_back_survives_rotation(make_trainer, tmp_path, caplog):
+    """One checkpoint kept, saved every five steps: rotation takes the good ones, their pins stay, and one resumes."""
+    guard = KLGuardCallback()
+    arguments = {"max_steps": 90, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
+    trainer = make_trainer([LearningRateJump(45, 100.0), guard], **arguments)
+    trainer.train()
+    back = guard.decision.checkpoint
+    assert back.step < guard.decision.reason.departure_step - 1
+    assert back.path == str(tmp_path / "run" / "kl_guard" / "pins" / f"step-{back.step}")
+    assert checkpoints(tmp_path / "run") == [50]
+    assert f"trainer.train(resume_from_checkpoint='{back.path}')" in caplog.text
+    again = make_trainer([KLGuardCallback()], **{**arguments, "max_steps": back.step + 5})
+    again.train(resume_from_checkpoint=back.path)
+    assert again.state.global_step == back.step + 5
+
+
+def test_without_pins_rotation_has_its_way(make_trainer, tmp_path):
+    """`pin_checkpoints=False`: no copies, and no way back is named that does not exist."""
+    guard = KLGuardCallback(pin_checkpoints=False)
+    make_trainer([SetKL(explode), guard], max_steps=12, save_strategy="steps", save_steps=5, save_total_limit=1).train()
+    assert not (tmp_path / "run" / "kl_guard" / "pins").exists()
+    assert guard.decision.checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "generation", "iterations", "aligned"),
+    [(1, 1, 1, [1, 2, 3, 4]), (1, 2, 1, [2, 4]), (2, 4, 1, [2, 4]), (1, 2, 2, [4])],
+)
+def test_generation_boundaries(make_trainer, tmp_path, accumulation, generation, iterations, aligned):
+    """A pin says whether its checkpoint lies between two generations."""
+    guard = KLGuardCallback()
+    make_trainer(
+        [guard],
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=generation,
+        num_iterations=iterations,
+    ).train()
+    pins = tmp_path / "run" / "kl_guard" / "pins"
+    found = {int(p.name[5:]): json.loads((p / "kl_guard_manifest.json").read_text())["aligned"] for p in pins.iterdir()}
+    assert found
+    assert all(found[step] == (step in aligned) for step in found)

@@ -225,7 +225,7 @@ def test_a_fault_in_any_method_of_the_guard(make_trainer, tmp_path, monkeypatch,
         save_steps=2,
     )
     trainer.train()
-    assert trainer.state.global_step in {8, 12}
+    assert 8 <= trainer.state.global_step <= 12  # a fault may cost it an observation, or all
     assert trainer.args.output_dir == str(tmp_path / "run")
     faults = [t for t in said(caplog) if "fault of the guard itself" in t]
     assert len(faults) == len(set(faults))

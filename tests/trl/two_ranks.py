@@ -21,7 +21,7 @@ from tiny_task import GRPO, build_dataset, build_tokenizer, reward
 from trl import GRPOConfig, GRPOTrainer
 from trl_runs import SetKL
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 STEPS = 14
 
 

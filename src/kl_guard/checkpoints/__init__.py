@@ -1,5 +1,9 @@
-"""Checkpoints of a run as steps and folders; knows no framework."""
+"""Checkpoints of a run as steps and folders, and their pins; knows no framework."""
 
+from kl_guard.checkpoints.keeper import Keeper
 from kl_guard.checkpoints.ledger import Ledger
+from kl_guard.checkpoints.manifest import FileRecord, Manifest
+from kl_guard.checkpoints.pins import Pin, PinStore
+from kl_guard.checkpoints.retention import wanted
 
-__all__ = ["Ledger"]
+__all__ = ["FileRecord", "Keeper", "Ledger", "Manifest", "Pin", "PinStore", "wanted"]

@@ -1,0 +1,131 @@
+"""What a complete copy of a checkpoint consists of: every file with its size and checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+NAME = "kl_guard_manifest.json"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a checkpoint's copy, and where it comes from.
+
+    `calm` says that no suspicion stood when it was saved, `aligned` that the framework resumes from it exactly (in
+    GRPO: it lies on a generation boundary).
+    """
+
+    run_id: str
+    step: int
+    calm: bool
+    aligned: bool
+    source: str
+    files: Mapping[str, FileRecord]
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into `folder` and bring it to the disk.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        data = {**vars(self), "files": {name: vars(record) for name, record in self.files.items()}}
+        path = folder / NAME
+        path.write_text(json.dumps(data, indent=1) + "\n")
+        sync(path)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a folder.
+
+        Raises
+        ------
+        ValueError
+            If it is not one, or names files outside of the folder.
+        OSError
+            If it cannot be read.
+        """
+        data = json.loads((folder / NAME).read_text())
+        try:
+            files = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in data["files"].items()}
+            manifest = cls(
+                str(data["run_id"]),
+                int(data["step"]),
+                bool(data["calm"]),
+                bool(data["aligned"]),
+                str(data["source"]),
+                files,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / NAME} is no manifest ({error!r})") from error
+        for name in files:
+            pure = PurePosixPath(name)
+            if pure.is_absolute() or ".." in pure.parts:
+                raise ValueError(f"{folder / NAME} names a file outside of its folder: {name}")
+        return manifest
+
+    def problems(self, folder: Path, *, contents: bool = True) -> Iterator[str]:
+        """Yield what is wrong with the files in `folder`, each with its path; `contents` compares checksums too."""
+        for name, record in self.files.items():
+            path = folder / name
+            try:
+                size = path.stat().st_size
+                if size != record.size:
+                    yield f"{path} has {size} bytes instead of {record.size}"
+                elif contents and checksum(path) != record.sha256:
+                    yield f"{path} does not match its checksum"
+            except FileNotFoundError:
+                yield f"{path} is missing"
+            except OSError as error:
+                yield f"{path} cannot be read ({error})"
+
+
+def files_of(folder: Path) -> list[str]:
+    """Return the files below a folder, as relative names with forward slashes, without links and manifests."""
+    found = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
+    return sorted(p.relative_to(folder).as_posix() for p in found if p.name != NAME)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file's content.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk.
+
+    Raises
+    ------
+    OSError
+        If the system refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

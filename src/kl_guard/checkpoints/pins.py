@@ -1,0 +1,223 @@
+"""Pins: copies of checkpoints that the trainer's rotation cannot reach."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kl_guard.checkpoints.manifest import FileRecord, Manifest, checksum, files_of, sync
+
+logger = logging.getLogger("kl_guard")
+
+SMALL = 1 << 20  # bytes; smaller files are copied, since trainers rewrite them in place
+DRAFT = ".draft-"
+NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
+ROOM = 2  # checkpoints' worth of free space below which nothing is copied
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A complete pin: its folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint."""
+        return self.manifest.step
+
+
+class PinStore:
+    """Keeps pins in `<folder>/step-N`, for one run.
+
+    `pin` takes hold of a checkpoint's files at once: large ones by hard links, which need neither time nor space; where
+    links cannot be made, by open files, so that rotation may delete the originals. The rest is done on a background
+    thread: copies, checksums, bringing it to the disk, the manifest. Only then the pin appears under its name, by one
+    rename. Whatever goes wrong is logged once per kind; the trainer never notices.
+
+    Parameters
+    ----------
+    folder:
+        Where the pins are.
+    run_id:
+        The run they belong to; pins of another run are never offered.
+    small:
+        Files of fewer bytes are copied, not linked.
+    """
+
+    def __init__(self, folder: Path, run_id: str, *, small: int = SMALL) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self._small = small
+        self._worker: ThreadPoolExecutor | None = None
+        self._building: dict[int, Future[None]] = {}
+        self._said: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.folder)!r}, run_id={self.run_id!r})"
+
+    def clean(self) -> None:
+        """Remove what an interrupted process left half-built; put complete pins of other runs aside."""
+        for draft in self.folder.glob(f"{DRAFT}*"):
+            shutil.rmtree(draft, ignore_errors=True)
+        for path in self.folder.glob("step-*"):
+            try:
+                owner = Manifest.read(path).run_id
+            except (OSError, ValueError):
+                owner = "unknown"
+            if owner != self.run_id:
+                self._put_aside(path, owner)
+
+    def pin(self, step: int, source: Path, *, calm: bool, aligned: bool = True) -> bool:
+        """Begin to pin the checkpoint in `source`; return whether it is being done.
+
+        Costs the caller a link, or the opening of a file, per file. A step that is pinned already is left as it is.
+        """
+        if step in self.building or (self.folder / f"step-{step}").exists():
+            return False
+        draft = self.folder / f"{DRAFT}{step}-{os.getpid()}"
+        held: dict[str, BinaryIO] = {}
+        try:
+            names = files_of(source)
+            if not names:
+                raise FileNotFoundError(f"{source} holds no files")
+            draft.mkdir(parents=True)
+            for name in names:
+                self._hold(source / name, draft / name, name, held)
+            self._check_room(source, held)
+        except OSError as error:
+            self._give_up(draft, held, f"checkpoint {source} is not pinned: {error}", str(error.errno))
+            return False
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="kl-guard-pins")
+        manifest = Manifest(self.run_id, step, calm, aligned, str(source), {})
+        self._building[step] = self._worker.submit(self._finish, draft, names, held, manifest)
+        return True
+
+    @property
+    def building(self) -> set[int]:
+        """Steps of the pins that were begun and are not complete yet."""
+        return {step for step, future in self._building.items() if not future.done()}
+
+    def wait(self) -> None:
+        """Wait until every pin begun is complete or given up."""
+        for step, future in list(self._building.items()):
+            future.result()
+            self._building.pop(step, None)
+
+    def pins(self) -> list[Pin]:
+        """Return the complete pins of this run, by step; contents are not compared."""
+        found = []
+        for path in self.folder.glob("step-*"):
+            try:
+                manifest = Manifest.read(path)
+            except (OSError, ValueError) as error:
+                self._say(str(path), f"pin {path} is not used: {error}")
+                continue
+            if manifest.run_id == self.run_id and path.name == f"step-{manifest.step}":
+                found.append(Pin(path, manifest))
+        return sorted(found, key=lambda pin: pin.step)
+
+    def sound(self, pin: Pin) -> bool:
+        """Compare a pin with its manifest, contents included; what differs is logged, naming the file."""
+        wrong = list(pin.manifest.problems(pin.path))
+        for text in wrong:
+            self._say(text, f"pin of step {pin.step} is not used: {text}")
+        return not wrong
+
+    def keep_only(self, steps: Iterable[int]) -> None:
+        """Delete the complete pins of this run whose step is not among `steps`: only the guard's own surplus."""
+        wanted = set(steps)
+        for pin in self.pins():
+            if pin.step not in wanted:
+                doomed = pin.path.with_name(f"{DRAFT}{pin.step}-surplus-{os.getpid()}")
+                try:
+                    pin.path.rename(doomed)
+                except OSError as error:
+                    self._say("surplus", f"surplus pin {pin.path} cannot be removed: {error}")
+                    continue
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _put_aside(self, path: Path, owner: str) -> None:
+        """Move a pin that is not of this run to `<folder>/of-<run id>/`: it is not ours to delete."""
+        safe = "".join(c for c in owner if c.isalnum() or c == "-")[:64] or "unknown"
+        target = self.folder / f"of-{safe}" / path.name
+        number = 1
+        while target.exists():
+            number += 1
+            target = target.with_name(f"{path.name}-{number}")
+        try:
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
+        except OSError as error:
+            self._say("aside", f"{path}, a pin of another run, cannot be put aside: {error}")
+
+    def close(self) -> None:
+        """Finish what was begun, and stop the thread."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+            self._worker = None
+
+    def _hold(self, source: Path, target: Path, name: str, held: dict[str, BinaryIO]) -> None:
+        """Make sure of one file before rotation can take it."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.stat().st_size >= self._small:
+            try:
+                os.link(source, target)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+            else:
+                return
+        held[name] = source.open("rb", buffering=0)
+
+    def _check_room(self, source: Path, held: dict[str, BinaryIO]) -> None:
+        """Refuse to copy where the trainer's own saves would run out of space."""
+        large = [f for f in held.values() if os.fstat(f.fileno()).st_size >= self._small]
+        if large:
+            size = sum((source / name).stat().st_size for name in files_of(source))
+            free = shutil.disk_usage(self.folder).free
+            if free < ROOM * size:
+                raise OSError(f"it would have to be copied ({size / 1e6:.0f} MB), and {free / 1e6:.0f} MB are free")
+
+    def _finish(self, draft: Path, names: list[str], held: dict[str, BinaryIO], manifest: Manifest) -> None:
+        """On the background thread: copy what is held open, take checksums, bring all to the disk, name the pin."""
+        try:
+            for name, file in held.items():
+                with file, (draft / name).open("xb") as copy:
+                    shutil.copyfileobj(file, copy, 1 << 22)
+            files = {}
+            for name in names:
+                path = draft / name
+                sync(path)
+                files[name] = FileRecord(path.stat().st_size, checksum(path))
+            complete = Manifest(**{**vars(manifest), "files": files})
+            complete.write(draft)
+            for folder in [p for p in draft.rglob("*") if p.is_dir()] + [draft]:
+                sync(folder)
+            draft.rename(self.folder / f"step-{manifest.step}")
+            sync(self.folder)
+        except OSError as error:
+            self._give_up(draft, held, f"checkpoint {manifest.source} is not pinned: {error}", str(error.errno))
+        except Exception:
+            logger.exception("kl-guard: a fault of the guard itself in pinning; training goes on")
+            self._give_up(draft, held, f"checkpoint {manifest.source} is not pinned", "fault")
+
+    def _give_up(self, draft: Path, held: dict[str, BinaryIO], text: str, kind: str) -> None:
+        for file in held.values():
+            file.close()
+        shutil.rmtree(draft, ignore_errors=True)
+        self._say(kind, text)
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning("kl-guard: %s", text)
