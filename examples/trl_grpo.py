@@ -63,12 +63,15 @@ def curve(rows: list[dict[str, Any]], every: int = 3) -> str:
 
 
 def files(folder: Path) -> str:
-    """Return what lies in a run's folder, two levels deep."""
-    found = sorted(p for p in folder.glob("*") if p.name.startswith("checkpoint")) + sorted(
-        p for p in (folder / "kl_guard").glob("**/*") if p.is_file() and "halted" not in p.parts
+    """Return what lies in a run's folder: checkpoints, and what the guard keeps."""
+    patterns = (
+        "checkpoint-*",
+        "kl_guard/journal.jsonl",
+        "kl_guard/incidents/*/*",
+        "kl_guard/pins/*",
+        "kl_guard/halted/*",
     )
-    found += sorted((folder / "kl_guard" / "halted").glob("step-*"))
-    return "\n".join(f"  {p}" for p in found)
+    return "\n".join(f"  {path}" for pattern in patterns for path in sorted(folder.glob(pattern)))
 
 
 def main() -> int:

@@ -85,6 +85,9 @@ class HaltedState:
         if renames:
             if saved.exists():
                 saved.rename(target)
+                card = self.folder / "README.md"  # TRL writes the model card beside the checkpoint
+                if card.is_file() and not (target / card.name).exists():
+                    card.rename(target / card.name)
             for log in (self.folder / COMPLETIONS).glob("*"):
                 log.replace(Path(self._output_dir) / COMPLETIONS / log.name)
         self.path = target

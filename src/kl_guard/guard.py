@@ -343,13 +343,21 @@ class KLGuard:
         decision = Decision(action, (), target, reason, note)
         self._standing = decision
         self._write("decision", {"time": time.time(), "action": action, "note": note, "step": reason.step}, sync=True)
+        written = self._write_incident(decision)
         if self._announces:
             logger.error("kl-guard:%s", describe_decision(decision))
-        if self.folder is not None and self._writes():
-            try:
-                incidents.write(self.folder, decision, self.config, self.run_id, self.history)
-            except OSError as error:
-                self._warn_once("incident", f"the incident could not be written: {error}")
+            if written is not None:
+                logger.error("kl-guard: the incident is in %s", written)
+
+    def _write_incident(self, decision: Decision) -> Path | None:
+        """Write what is needed to understand a decision; return where."""
+        if self.folder is None or not self._writes():
+            return None
+        try:
+            return incidents.write(self.folder, decision, self.config, self.run_id, self.history)
+        except OSError as error:
+            self._warn_once("incident", f"the incident could not be written: {error}")
+            return None
 
     def _choose(self, target: Checkpoint | None) -> tuple[Any, str]:
         if self.config.action == "halt":
