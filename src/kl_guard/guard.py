@@ -15,7 +15,6 @@ from kl_guard import incidents
 from kl_guard._version import __version__
 from kl_guard.checkpoints import Keeper
 from kl_guard.config import GuardConfig
-from kl_guard.detectors import Detector, KLBlowup, KLGrowth, KLMissing, KLNonfinite, ReferenceMismatch, RiseMonitor
 from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
@@ -23,14 +22,13 @@ from kl_guard.journal import Journal
 from kl_guard.memory import Memory, recall
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import METRICS, Observation, as_number, as_step, as_window
+from kl_guard.panel import Panel
 from kl_guard.stats import HorizonWindow
 
 logger = logging.getLogger("kl_guard")
 
-SETTLING = 20  # observations without a suspicion after which it ends
 STUCK = 16  # times one step is observed before the guard says that steps do not advance
 FOLDER = "kl_guard"
-_SUSPICIOUS = frozenset({"KL_BLOWUP", "KL_GROWTH", "KL_NONFINITE"})
 _LOG_LEVEL = {Severity.INFO: logging.INFO, Severity.WARN: logging.WARNING, Severity.CRITICAL: logging.ERROR}
 
 
@@ -87,21 +85,12 @@ class KLGuard:
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
         self.checkpoints = Keeper(self.folder / "pins" if self.folder and self.config.pin_checkpoints else None)
-        self._monitor = RiseMonitor(self.config, self.config.warmup_of(expected_observations))
-        self._mismatch = ReferenceMismatch(self.config)
-        self._detectors: list[Detector] = [
-            KLBlowup(self.config, self._monitor),
-            KLGrowth(self.config, self._monitor),
-            KLNonfinite(self.config),
-            KLMissing(),
-            self._mismatch,
-        ]
+        warmup = self.config.warmup_of(expected_observations)
+        self._panel = Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
         self._begun = False
         self._standing: Decision | None = None
         self._rollbacks = 0
         self._grace_left = 0
-        self._quiet = SETTLING
-        self._trusted: int | None = None
         self._repeats = 0
         self._warned: set[str] = set()
 
@@ -111,7 +100,7 @@ class KLGuard:
     @property
     def suspicion(self) -> bool:
         """Whether something that may become a blow-up was seen in the last 20 observations."""
-        return self._quiet < SETTLING
+        return self._panel.suspicion
 
     @property
     def decision(self) -> Decision:
@@ -177,8 +166,7 @@ class KLGuard:
             checkpoint = Checkpoint(as_step(step), os.fspath(path), calm=not self.suspicion)
             self._begin()
             self._write("checkpoint", asdict(checkpoint), sync=True)
-            trusted = self._trusted if self.suspicion else None
-            self.checkpoints.saved(checkpoint, aligned=aligned, trusted=trusted)
+            self.checkpoints.saved(checkpoint, aligned=aligned, trusted=self._panel.trusted)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
         except Exception:
@@ -231,7 +219,7 @@ class KLGuard:
 
     def windows(self) -> Iterator[HorizonWindow]:
         """Yield the windows that KL_BLOWUP judges, as they stand: the shortest horizon first, the whole run last."""
-        return self._monitor.windows()
+        return self._panel.windows()
 
     def close(self) -> None:
         """Close the journal and let another guard use the folder."""
@@ -283,49 +271,18 @@ class KLGuard:
         else:
             self.history.append(observation)
             self._repeats = 0
-        new_step = last != observation.step
-        findings, reason = self._judge(observation)
-        suspicious = self._suspicious()
-        if suspicious and not self.suspicion:
-            self._trusted = last
-        self._quiet = 0 if suspicious else self._quiet + new_step
-        self._grace_left = max(0, self._grace_left - new_step)
+        findings = tuple(
+            explain(replace(finding, attempt=self.attempt), self.history)
+            for finding in self._panel.judge(observation, grace=self._grace_left > 0)
+        )
+        if last != observation.step:
+            self._grace_left = max(0, self._grace_left - 1)
         for finding in findings:
             self._report(finding)
-        if reason is not None and self._standing is None and self.config.action != "warn":
-            self._stand(reason)
+        asking = [finding for finding in findings if self._panel.acts(finding)]
+        if asking and self._standing is None and self.config.action != "warn":
+            self._stand(max(asking, key=lambda finding: finding.severity.rank))
         return self._decision(findings)
-
-    def _judge(self, observation: Observation) -> tuple[tuple[Finding, ...], Finding | None]:
-        """Ask every detector; return the new findings and the one that asks for action, if any."""
-        findings: list[Finding] = []
-        reason: Finding | None = None
-        for detector in list(self._detectors):
-            said = detector.said
-            try:
-                finding = detector.update(observation)
-            except Exception:
-                self._detectors.remove(detector)
-                self._fail(f"{detector.signature}, which is off from now on")
-                continue
-            if finding is None:
-                continue
-            acts = self._acts(finding)
-            if acts and self._grace_left > 0 and finding.signature != "KL_NONFINITE":
-                detector.rearm(said)
-                continue
-            finding = explain(replace(finding, attempt=self.attempt), self.history)
-            findings.append(finding)
-            if acts and (reason is None or finding.severity > reason.severity):
-                reason = finding
-        return tuple(findings), reason
-
-    def _acts(self, finding: Finding) -> bool:
-        early = self.config.halt_on == "warn" and finding.signature == "KL_GROWTH"
-        return finding.severity is Severity.CRITICAL or early
-
-    def _suspicious(self) -> bool:
-        return any(d.active for d in self._detectors if d.signature in _SUSPICIOUS)
 
     def _report(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -362,7 +319,7 @@ class KLGuard:
     def _choose(self, target: Checkpoint | None) -> tuple[Any, str]:
         if self.config.action == "halt":
             return "halt", ""
-        if self._mismatch.active:
+        if self._panel.wrong_from_the_start:
             return "halt", "not going back: the KL was this high from the first step, so no checkpoint is better"
         if self._rollbacks >= self.config.max_rollbacks:
             return "halt", f"not going back: all {self.config.max_rollbacks} rollbacks are used up"
@@ -435,25 +392,8 @@ class KLGuard:
         self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
         self._standing = None
         self._grace_left = self._repeats = 0
-        self._quiet = SETTLING
-        for detector in self._detectors:
-            detector.reset()
-        recent = len(self.history) - SETTLING
-        for i, observation in enumerate(self.history):
-            for detector in self._detectors:
-                if i < recent:
-                    detector.absorb(observation)
-                else:
-                    detector.update(observation)
-            if i >= recent:
-                self._quiet = 0 if self._suspicious() else self._quiet + 1
-        for detector in self._detectors:
-            severities = [
-                f.severity for f in self.findings if f.signature == detector.signature and f.attempt == self.attempt
-            ]
-            detector.rearm(max(severities, default=None))
-            if resumed:
-                detector.resumed()
+        said = [finding for finding in self.findings if finding.attempt == self.attempt]
+        self._panel.restore(self.history, said, fresh=not resumed)
 
     def _writes(self) -> bool:
         """Whether this guard is the one that writes the folder."""

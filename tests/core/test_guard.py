@@ -24,7 +24,7 @@ def warnings(caplog):
 def test_both_levels_share_their_windows():
     """One monitor, one series: the work is not done twice."""
     guard = KLGuard()
-    monitors = {id(d.monitor) for d in guard._detectors if isinstance(d, (KLBlowup, KLGrowth))}
+    monitors = {id(d.monitor) for d in guard._panel.detectors if isinstance(d, (KLBlowup, KLGrowth))}
     assert len(monitors) == 1
 
 
@@ -65,7 +65,7 @@ def test_suspicion_ends_after_twenty_calm_observations():
         levels.append(guard.level)
     assert levels[0] == 1
     assert levels[-1] == 0
-    active = [d.active for d in guard._detectors]
+    active = [d.active for d in guard._panel.detectors]
     assert not any(active)
 
 
@@ -158,8 +158,8 @@ METHODS = {
     "close": lambda g: g.close(),
 }
 PARTS = [
-    "_read", "_observe", "_begin", "_write", "_judge", "_suspicious", "_report", "_stand", "_decision", "_remember",
-    "_memory", "_take_over", "_acts", "_choose", "_write_run",
+    "_read", "_observe", "_begin", "_write", "_report", "_stand", "_decision", "_remember",
+    "_memory", "_take_over", "_choose", "_write_run",
 ]  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_a_fault_in_any_part_never_gets_out(part, tmp_path, caplog, monkeypatch)
 def test_a_broken_detector_leaves_the_others_at_work(caplog):
     """KL_MISSING fails; the blow-up is still halted."""
     guard = KLGuard()
-    broken = next(d for d in guard._detectors if d.signature == "KL_MISSING")
+    broken = next(d for d in guard._panel.detectors if d.signature == "KL_MISSING")
     broken.update = lambda observation: 1 / 0
     decisions = feed(guard, blow_up())
     assert decisions[-1].action == "halt"
@@ -200,10 +200,10 @@ def test_a_keyboard_interrupt_is_not_swallowed():
     """Ctrl-C belongs to the user."""
     guard = KLGuard()
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    guard._judge = interrupted
+    guard._panel.judge = interrupted
     with pytest.raises(KeyboardInterrupt):
         guard.observe(1, 0.1)
 

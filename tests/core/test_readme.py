@@ -31,7 +31,7 @@ def test_the_block_without_a_framework_runs(tmp_path, monkeypatch):
 def test_every_signature_has_a_row():
     """The table is complete, and names nothing that does not exist."""
     shown = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
-    known = {d.signature for d in KLGuard()._detectors}
+    known = {d.signature for d in KLGuard()._panel.detectors}
     assert shown == known
     assert len(known) == len([name for name in detectors if name.startswith(("KL", "Reference"))])
 

@@ -1,0 +1,124 @@
+"""The detectors of a run, asked together: what is new, what asks for action, whether a suspicion stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kl_guard.config import GuardConfig
+from kl_guard.detectors import Detector, KLBlowup, KLGrowth, KLMissing, KLNonfinite, ReferenceMismatch, RiseMonitor
+from kl_guard.findings import Finding, Severity
+from kl_guard.history import History
+from kl_guard.observation import Observation
+from kl_guard.stats import HorizonWindow
+
+SETTLING = 20  # observations without a suspicion after which it ends
+_SUSPICIOUS = frozenset({"KL_BLOWUP", "KL_GROWTH", "KL_NONFINITE"})
+
+
+class Panel:
+    """All detectors over one series.
+
+    Parameters
+    ----------
+    config:
+        The knobs.
+    warmup:
+        Observations that count as warm-up.
+    on_fault:
+        Called with the signature of a detector that raised; it is off from then on, the others go on.
+    """
+
+    def __init__(self, config: GuardConfig, warmup: int, on_fault: Callable[[str], None]) -> None:
+        self._config = config
+        self._on_fault = on_fault
+        self._monitor = RiseMonitor(config, warmup)
+        self._mismatch = ReferenceMismatch(config)
+        self.detectors: list[Detector] = [
+            KLBlowup(config, self._monitor),
+            KLGrowth(config, self._monitor),
+            KLNonfinite(config),
+            KLMissing(),
+            self._mismatch,
+        ]
+        self._quiet = SETTLING
+        self._last: int | None = None
+        self._trusted: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[d.signature for d in self.detectors if d.active]})"
+
+    @property
+    def suspicion(self) -> bool:
+        """Whether something that may become a blow-up was seen in the last 20 observations."""
+        return self._quiet < SETTLING
+
+    @property
+    def trusted(self) -> int | None:
+        """While a suspicion stands: the last step before it."""
+        return self._trusted if self.suspicion else None
+
+    @property
+    def wrong_from_the_start(self) -> bool:
+        """Whether KL is still near a first value that was too high: going back cannot help then."""
+        return self._mismatch.active
+
+    def acts(self, finding: Finding) -> bool:
+        """Whether a finding asks for a halt or a rollback."""
+        early = self._config.halt_on == "warn" and finding.signature == "KL_GROWTH"
+        return finding.severity is Severity.CRITICAL or early
+
+    def judge(self, observation: Observation, *, grace: bool = False) -> list[Finding]:
+        """Return what is new at this observation.
+
+        In `grace`, what would act is held back, to be said later if it still holds; all but KL_NONFINITE.
+        """
+        findings = []
+        for detector in list(self.detectors):
+            said = detector.said
+            try:
+                finding = detector.update(observation)
+            except Exception:
+                self.detectors.remove(detector)
+                self._on_fault(detector.signature)
+                continue
+            if finding is None:
+                continue
+            if grace and self.acts(finding) and finding.signature != "KL_NONFINITE":
+                detector.rearm(said)
+            else:
+                findings.append(finding)
+        self._note_suspicion(observation.step)
+        return findings
+
+    def restore(self, history: History, said: Iterable[Finding], *, fresh: bool) -> None:
+        """Read a history again without saying anything; `said` are the findings of this attempt so far."""
+        for detector in self.detectors:
+            detector.reset()
+        self._quiet, self._last, self._trusted = SETTLING, None, None
+        recent = len(history) - SETTLING  # conditions before that cannot be felt any more
+        for i, observation in enumerate(history):
+            for detector in self.detectors:
+                if i < recent:
+                    detector.absorb(observation)
+                else:
+                    detector.update(observation)
+            if i >= recent:
+                self._note_suspicion(observation.step)
+        known = list(said)
+        for detector in self.detectors:
+            detector.rearm(max((f.severity for f in known if f.signature == detector.signature), default=None))
+            if not fresh:
+                detector.resumed()
+
+    def windows(self) -> Iterator[HorizonWindow]:
+        """Yield the windows that KL_BLOWUP judges, as they stand: the shortest horizon first, the whole run last."""
+        return self._monitor.windows()
+
+    def _note_suspicion(self, step: int) -> None:
+        if any(d.active for d in self.detectors if d.signature in _SUSPICIOUS):
+            if not self.suspicion:
+                self._trusted = self._last
+            self._quiet = 0
+        elif step != self._last:
+            self._quiet += 1
+        self._last = step
