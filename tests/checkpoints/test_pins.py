@@ -268,7 +268,7 @@ for step in range(10, 100000, 10):
     path = checkpoint(root, step)
     keeper.saved(Checkpoint(step, str(path)))
     if step == 20:
-        keeper.newest_before(30)  # waits until both pins are complete: from here on there must always be two
+        keeper._pins.wait()  # both pins are complete: from here on there must always be two
     print(step, flush=True)
     known.append(path)
     if len(known) > 1:  # save_total_limit=1

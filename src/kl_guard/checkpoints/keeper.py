@@ -71,9 +71,13 @@ class Keeper:
         A pin's contents are compared with its manifest first; one that differs is left out, with a message.
         """
         known = self._ledger.newest_before(step)
-        newer = [pin for pin in self._ready() if pin.step < step and (known is None or pin.step > known.step)]
-        for pin in reversed(newer):
-            if self._pins is not None and self._pins.sound(pin):
+        if self._pins is None:
+            return known
+        useful = range(known.step + 1 if known else 0, step)
+        if any(building in useful for building in self._pins.building):
+            self._pins.wait()
+        for pin in reversed(self._pins.pins()):
+            if pin.step in useful and self._pins.sound(pin):
                 return self._as_checkpoint(pin)
         return known
 
@@ -81,12 +85,6 @@ class Keeper:
         """Finish pins that were begun."""
         if self._pins is not None:
             self._pins.close()
-
-    def _ready(self) -> list[Pin]:
-        if self._pins is None:
-            return []
-        self._pins.wait()
-        return self._pins.pins()
 
     def _as_checkpoint(self, pin: Pin) -> Checkpoint:
         noted = next((c for c in self._ledger if c.step == pin.step), None)
