@@ -74,6 +74,12 @@ class KLGuard:
         announce: bool = True,
     ) -> None:
         self.config = GuardConfig.build(config)
+        if expected_observations is not None and not (
+            isinstance(expected_observations, int) and expected_observations >= 0
+        ):
+            raise ValueError(
+                f"expected_observations must be a whole number of at least 0, or None, got {expected_observations!r}"
+            )
         self.rank = _rank_from_environment() if rank is None else rank
         self.folder = None if output_dir is None else Path(output_dir) / FOLDER
         self.expected_observations = expected_observations
@@ -91,6 +97,8 @@ class KLGuard:
         self._standing: Decision | None = None
         self._rollbacks = 0
         self._grace_left = 0
+        self._mid_run = False
+        self._since_rollback: int | None = None
         self._repeats = 0
         self._warned: set[str] = set()
 
@@ -151,10 +159,10 @@ class KLGuard:
         metrics = (kl_mean, kl_max, reward, reward_std, entropy, loss, grad_norm, learning_rate, beta)
         try:
             observation = self._read(step, metrics, window)
-            return Decision() if observation is None else self._observe(observation)
+            return self._decision(()) if observation is None else self._observe(observation)
         except Exception:
             self._fail("observing a step")
-            return Decision()
+            return self._standing or Decision()  # what was decided before stands
 
     def checkpoint_saved(self, step: Any, path: str | os.PathLike[str], *, aligned: bool = True) -> None:
         """Say that a complete checkpoint of `step` lies in the folder `path`.
@@ -163,7 +171,7 @@ class KLGuard:
         needed. `aligned=False` says that the framework cannot resume from it exactly.
         """
         try:
-            checkpoint = Checkpoint(as_step(step), os.fspath(path), calm=not self.suspicion)
+            checkpoint = Checkpoint(as_step(step), os.fsdecode(path), calm=not self.suspicion)
             self._begin()
             self._write("checkpoint", asdict(checkpoint), sync=True)
             self.checkpoints.saved(checkpoint, aligned=aligned, trusted=self._panel.trusted)
@@ -175,13 +183,13 @@ class KLGuard:
     def resumed(self, step: Any, history: Iterable[Mapping[str, Any]] | None = None) -> None:
         """Say that the run goes on from a checkpoint of `step`; what was observed later is dropped.
 
-        In a new process the guard rebuilds its memory from the journal, or from `history` (rows with `step` and
+        A halt that stood is over; if what led to it still holds after `grace` observations, it is said again. In a new
+        process the guard rebuilds its memory from the journal, or from `history` (rows with `step` and
         metrics, such as the trainer's log history) where there is no journal.
         """
         try:
             step = as_step(step)
-            memory = self._remember(step, history)
-            self._take_over(memory, resumed=step > 0)
+            self._take_over(self._remember(step, history))
             self.checkpoints.go_back(step)
             self._write("resume", {"step": step, "time": time.time()}, sync=True)
         except ValueError as error:
@@ -193,14 +201,10 @@ class KLGuard:
         """Say that the loop has restored the checkpoint of `to_step`, as a decision "rollback" asked: a new attempt."""
         try:
             to_step = as_step(to_step)
-            memory = self._memory()
-            memory.go_back(to_step)
-            memory.attempt += 1
-            memory.rollbacks += 1
-            memory.findings = []
-            self._take_over(memory, resumed=True)
+            memory = self._remember(to_step, None)
+            memory.roll_back(to_step, memory.attempt + 1)
+            self._take_over(memory)
             self.checkpoints.go_back(to_step)
-            self._grace_left = self.config.grace
             self._write("rollback", {"to_step": to_step, "attempt": self.attempt, "time": time.time()}, sync=True)
         except ValueError as error:
             self._warn_once("rolled_back", f"the rollback is not taken in: {error}")
@@ -261,7 +265,7 @@ class KLGuard:
             )
             return self._decision(())
         self._begin()
-        self._write("observation", {"attempt": self.attempt, **observation.known()})
+        told = observation
         if last == observation.step:
             observation = self.history[-1].merged(observation)
             self.history.replace_last(observation)
@@ -271,12 +275,15 @@ class KLGuard:
         else:
             self.history.append(observation)
             self._repeats = 0
+        self._write("observation", {"attempt": self.attempt, **told.known()})
         findings = tuple(
-            explain(replace(finding, attempt=self.attempt), self.history)
+            explain(replace(finding, attempt=self.attempt), self.history, token_mean=self.config.token_mean)
             for finding in self._panel.judge(observation, grace=self._grace_left > 0)
         )
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
+            if self._since_rollback is not None:
+                self._since_rollback += 1
         for finding in findings:
             self._report(finding)
         asking = [finding for finding in findings if self._panel.acts(finding)]
@@ -291,20 +298,28 @@ class KLGuard:
             logger.log(_LOG_LEVEL[finding.severity], "kl-guard: %s", describe(finding))
 
     def _stand(self, reason: Finding) -> None:
-        """Decide, once: the decision stands until the loop has gone back or resumed."""
-        departure = reason.step if reason.departure_step is None else reason.departure_step
-        index = self.history.index(departure)
-        first = self.history[index].first_step if index < len(self.history) else departure
-        target = self.checkpoints.newest_before(first - 1 - self.config.rollback_margin)
-        action, note = self._choose(target)
-        decision = Decision(action, (), target, reason, note)
-        self._standing = decision
+        """Decide, once: the decision stands until the loop has gone back or resumed, whatever else fails here."""
+        self._standing = Decision("halt", (), None, reason)
+        target = self._target(reason)
+        action, note = self._choose(reason, target)
+        self._standing = decision = Decision(action, (), target, reason, note)
         self._write("decision", {"time": time.time(), "action": action, "note": note, "step": reason.step}, sync=True)
         written = self._write_incident(decision)
         if self._announces:
             logger.error("kl-guard:%s", describe_decision(decision))
             if written is not None:
                 logger.error("kl-guard: the incident is in %s", written)
+
+    def _target(self, reason: Finding) -> Checkpoint | None:
+        """Return the checkpoint to go back to: KL logged at a step shows the weights of the step before."""
+        departure = reason.step if reason.departure_step is None else reason.departure_step
+        index = self.history.index(departure)
+        first = self.history[index].first_step if index < len(self.history) else departure
+        try:
+            return self.checkpoints.newest_before(first - 1 - self.config.rollback_margin)
+        except Exception:
+            self._fail("looking for a checkpoint")
+            return None
 
     def _write_incident(self, decision: Decision) -> Path | None:
         """Write what is needed to understand a decision; return where."""
@@ -316,10 +331,10 @@ class KLGuard:
             self._warn_once("incident", f"the incident could not be written: {error}")
             return None
 
-    def _choose(self, target: Checkpoint | None) -> tuple[Any, str]:
+    def _choose(self, reason: Finding, target: Checkpoint | None) -> tuple[Any, str]:
         if self.config.action == "halt":
             return "halt", ""
-        if self._panel.wrong_from_the_start:
+        if self._panel.wrong_from_the_start and reason.signature != "KL_NONFINITE":
             return "halt", "not going back: the KL was this high from the first step, so no checkpoint is better"
         if self._rollbacks >= self.config.max_rollbacks:
             return "halt", f"not going back: all {self.config.max_rollbacks} rollbacks are used up"
@@ -352,48 +367,55 @@ class KLGuard:
     def _remember(self, step: int, history: Iterable[Mapping[str, Any]] | None) -> Memory:
         """Return what is known up to `step`: from this process, else the journal, else the rows given."""
         if self._begun:
-            memory = self._memory()
-        else:
-            self._begun = True
-            memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
-            known = memory.run_id is not None
-            if not len(memory.history):
-                for row in history or ():
-                    self._add_row(memory, row)
-            memory.run_id = memory.run_id or uuid.uuid4().hex[:12]
-            self.run_id = memory.run_id
-            if not known:
-                self._write_run()
-                for past in memory.history:
-                    if past.step <= step:
-                        self._write("observation", {"attempt": 0, **past.known()})
-            if not len(memory.history) and step > 0:
-                self._warn_once(
-                    "no memory", f"resumed at step {step} without a journal or log history: the baseline begins anew"
-                )
+            checkpoints = {c.step: c for c in self.checkpoints}
+            memory = Memory(self.run_id, self.attempt, self._rollbacks, self.history, list(self.findings), checkpoints)
+            memory.mid_run, memory.since_rollback = self._mid_run, self._since_rollback
+            memory.go_back(step)
+            return memory
+        self._begun = True
+        memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
         memory.go_back(step)
+        if memory.run_id is None:
+            memory.run_id = uuid.uuid4().hex[:12]
+            self.run_id = memory.run_id
+            self._write_run()
+        if not len(memory.history):
+            self._read_rows(memory, history or (), step)
+        if not len(memory.history) and step > 0:
+            memory.mid_run = True
+            self._warn_once(
+                "no memory", f"resumed at step {step} without a journal or log history: the baseline begins anew"
+            )
         return memory
 
-    def _add_row(self, memory: Memory, row: Mapping[str, Any]) -> None:
-        try:
-            memory.observe(Observation.from_mapping(row, row.get("step"), row.get("window", 1)))
-        except ValueError as error:
-            self._warn_once("row", f"a row of the log history is left out: {error}")
+    def _read_rows(self, memory: Memory, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Put the rows of a log up to `step` into memory and journal."""
+        for row in rows:
+            try:
+                memory.observe(Observation.from_mapping(row, row.get("step"), row.get("window", 1)))
+            except ValueError as error:
+                self._warn_once("row", f"a row of the log history is left out: {error}")
+        memory.go_back(step)
+        if len(memory.history):
+            self._write("resume", {"step": 0, "time": time.time()})  # nothing that the journal had before counts
+        for past in memory.history:
+            self._write("observation", {"attempt": memory.attempt, **past.known()})
 
-    def _memory(self) -> Memory:
-        checkpoints = {c.step: c for c in self.checkpoints}
-        return Memory(self.run_id, self.attempt, self._rollbacks, self.history, list(self.findings), checkpoints)
-
-    def _take_over(self, memory: Memory, *, resumed: bool) -> None:
+    def _take_over(self, memory: Memory) -> None:
         """Become what `memory` says; detectors read its history again, without saying anything."""
         self.run_id = memory.run_id or self.run_id
         self.attempt, self._rollbacks = memory.attempt, memory.rollbacks
         self.history, self.findings = memory.history, memory.findings
+        self._mid_run, self._since_rollback = memory.mid_run, memory.since_rollback
         self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
         self._standing = None
-        self._grace_left = self._repeats = 0
+        self._repeats = 0
         said = [finding for finding in self.findings if finding.attempt == self.attempt]
-        self._panel.restore(self.history, said, fresh=not resumed)
+        self._panel.restore(self.history, said, mid_run=memory.mid_run)
+        acted = any(self._panel.acts(finding) for finding in said)
+        self._grace_left = self.config.grace if acted else 0
+        if memory.since_rollback is not None:
+            self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
 
     def _writes(self) -> bool:
         """Whether this guard is the one that writes the folder."""

@@ -25,7 +25,7 @@ class History:
 
     def __init__(self) -> None:
         self.steps = array("q")
-        self._windows = array("l")
+        self._windows = array("q")
         self._present = array("H")  # bit i: METRICS[i] was given, so that NaN and missing stay apart
         self._columns = [array("d") for _ in METRICS]
 

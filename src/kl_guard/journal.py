@@ -59,7 +59,7 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
                 if not isinstance(record, dict) or not isinstance(record.get("type"), str):
                     raise ValueError("not a journal record")
                 records.append(record)
-            except ValueError:
+            except (ValueError, RecursionError):
                 notes.append(f"{path}: line {number} is torn or not a record; it is left out")
     return records, notes
 
@@ -125,6 +125,7 @@ class Journal:
             number += 1
             target = self.folder / f"journal-{safe}-{number}.jsonl"
         try:
+            self._close_file()
             self.path.rename(target)
         except OSError as error:
             self._complain(error)
@@ -134,6 +135,9 @@ class Journal:
         if self.locked_out:
             return
         self._unwritten.append(encode(record).encode() + b"\n")
+        self._flush(sync=sync)
+
+    def _flush(self, *, sync: bool) -> None:
         try:
             if self._file is None:
                 self._open()
@@ -148,11 +152,16 @@ class Journal:
             self._complain(error)
 
     def close(self) -> None:
-        """Close the file and let go of the folder."""
+        """Write what the disk refused so far, close the file and let go of the folder."""
+        if self._unwritten:
+            self._flush(sync=True)
+        self._close_file()
+        self._lock.release()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        self._lock.release()
 
     def _open(self) -> None:
         if not self.acquire():

@@ -13,7 +13,11 @@ from kl_guard.observation import Observation
 
 @dataclass
 class Memory:
-    """The state of a run that its journal's records add up to; going back takes later steps away."""
+    """The state of a run that its journal's records add up to; going back takes later steps away.
+
+    `mid_run` says that the history does not reach back to the beginning of the run, `since_rollback` how many
+    observations there were since the last rollback.
+    """
 
     run_id: str | None = None
     attempt: int = 0
@@ -22,6 +26,8 @@ class Memory:
     findings: list[Finding] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     unreadable: int = 0
+    mid_run: bool = False
+    since_rollback: int | None = None
 
     def go_back(self, step: int) -> None:
         """Forget what came after `step`."""
@@ -29,10 +35,22 @@ class Memory:
         self.findings = [f for f in self.findings if f.step <= step]
         self.checkpoints = {s: c for s, c in self.checkpoints.items() if s <= step}
 
+    def roll_back(self, step: int, attempt: int) -> None:
+        """Begin a new attempt from `step`: findings are said anew."""
+        self.go_back(step)
+        self.attempt = attempt
+        self.rollbacks += 1
+        self.findings = []
+        self.since_rollback = 0
+
     def observe(self, observation: Observation) -> None:
         """Add an observation: equal steps merge, smaller ones do not count."""
+        if not len(self.history):
+            self.mid_run = self.mid_run and observation.first_step > 1
         if not len(self.history) or observation.step > self.history.steps[-1]:
             self.history.append(observation)
+            if self.since_rollback is not None:
+                self.since_rollback += 1
         elif observation.step == self.history.steps[-1]:
             self.history.replace_last(self.history[-1].merged(observation))
 
@@ -43,7 +61,7 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Memory:
     for record in records:
         try:
             _apply(memory, record)
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             memory.unreadable += 1
     return memory
 
@@ -61,7 +79,6 @@ def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
         memory.checkpoints[step] = Checkpoint(step, str(record["path"]), bool(record["calm"]))
     elif kind == "resume":
         memory.go_back(int(record["step"]))
+        memory.mid_run = memory.mid_run or (not len(memory.history) and int(record["step"]) > 0)
     elif kind == "rollback":
-        memory.go_back(int(record["to_step"]))
-        memory.attempt = int(record["attempt"])
-        memory.rollbacks += 1
+        memory.roll_back(int(record["to_step"]), int(record["attempt"]))

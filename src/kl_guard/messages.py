@@ -19,7 +19,7 @@ def describe(finding: Finding) -> str:
     lines = [headline(finding)]
     if finding.onset_step is not None:
         where = f"  onset: step {finding.onset_step}"
-        if finding.departure_step is not None:
+        if finding.departure_step not in (None, finding.onset_step):
             where += f"; departure (where the curve left its own regime): step {finding.departure_step}"
         lines.append(where)
     if finding.causes:

@@ -14,6 +14,9 @@ ALIASES: Mapping[str, str] = {"kl": "kl_mean", "lr": "learning_rate"}
 """Other names of a metric, as rows of logs have them."""
 
 
+LARGEST_STEP = 2**53  # whole numbers up to there are exact as floats
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The scalars of one logged step; None where the log had nothing.
@@ -41,14 +44,14 @@ class Observation:
     def merged(self, later: Observation) -> Observation:
         """Return this observation with what `later`, of the same step, adds.
 
-        What is known stays, missing values are filled in, and of two maxima the larger counts.
+        What is known stays, missing values and NaN are filled in, and of two maxima the larger counts.
         """
         news: dict[str, Any] = {
             name: value
             for name in METRICS
-            if (value := getattr(later, name)) is not None and getattr(self, name) is None
+            if (value := getattr(later, name)) is not None and _missing(getattr(self, name))
         }
-        if self.kl_max is not None and later.kl_max is not None and not self.kl_max >= later.kl_max:
+        if self.kl_max is not None and later.kl_max is not None and later.kl_max > self.kl_max:
             news["kl_max"] = later.kl_max
         return replace(self, **news, window=max(self.window, later.window))
 
@@ -77,6 +80,10 @@ _METRICS = frozenset(METRICS)
 _FIELDS = tuple(f.name for f in fields(Observation))
 
 
+def _missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
 def as_number(name: str, value: object) -> float | None:
     """Return a metric as a float, None for a missing one.
 
@@ -89,6 +96,7 @@ def as_number(name: str, value: object) -> float | None:
     """
     if value is None or type(value) is float:
         return value
+    cause: Exception | None
     try:
         if isinstance(value, bool):
             raise TypeError("a truth value is not a metric")
@@ -99,9 +107,11 @@ def as_number(name: str, value: object) -> float | None:
         item = getattr(value, "item", None)
         if item is not None:
             return float(item())
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise ValueError(f"{name} must be a number (or a one-element tensor, or None), got {_short(value)}")
+    except Exception as error:  # whatever a foreign type raises, it has no number to give
+        cause = error
+    else:
+        cause = None
+    raise ValueError(f"{name} must be a number (or a one-element tensor, or None), got {_short(value)}") from cause
 
 
 def as_step(value: object) -> int:
@@ -113,8 +123,8 @@ def as_step(value: object) -> int:
         Unless it is a whole number of at least 0.
     """
     number = value if type(value) is int else as_number("step", value)
-    if number is None or not math.isfinite(number) or number < 0 or number != int(number):
-        raise ValueError(f"step must be a whole number of at least 0, got {_short(value)}")
+    if number is None or not 0 <= number <= LARGEST_STEP or number != int(number):
+        raise ValueError(f"step must be a whole number of at least 0 (and at most 2**53), got {_short(value)}")
     return int(number)
 
 
@@ -127,11 +137,14 @@ def as_window(value: object) -> int:
         Unless it is a whole number of at least 1.
     """
     number = value if type(value) is int else as_number("window", value)
-    if number is None or not math.isfinite(number) or number < 1 or number != int(number):
-        raise ValueError(f"window must be a whole number of at least 1, got {_short(value)}")
+    if number is None or not 1 <= number <= LARGEST_STEP or number != int(number):
+        raise ValueError(f"window must be a whole number of at least 1 (and at most 2**53), got {_short(value)}")
     return int(number)
 
 
 def _short(value: object) -> str:
-    text = f"{value!r} ({type(value).__name__})"
+    try:
+        text = f"{value!r} ({type(value).__name__})"
+    except Exception:
+        text = f"something of type {type(value).__name__}"
     return text if len(text) <= 120 else text[:117] + "..."

@@ -60,7 +60,7 @@ class Panel:
     @property
     def wrong_from_the_start(self) -> bool:
         """Whether KL is still near a first value that was too high: going back cannot help then."""
-        return self._mismatch.active
+        return self._mismatch.active and self._mismatch.said is Severity.WARN
 
     def acts(self, finding: Finding) -> bool:
         """Whether a finding asks for a halt or a rollback."""
@@ -85,15 +85,21 @@ class Panel:
                 continue
             if grace and self.acts(finding) and finding.signature != "KL_NONFINITE":
                 detector.rearm(said)
-            else:
+            elif finding.signature != "KL_GROWTH" or not self._blown_up():
                 findings.append(finding)
         self._note_suspicion(observation.step)
         return findings
 
-    def restore(self, history: History, said: Iterable[Finding], *, fresh: bool) -> None:
-        """Read a history again without saying anything; `said` are the findings of this attempt so far."""
+    def restore(self, history: History, said: Iterable[Finding], *, mid_run: bool) -> None:
+        """Read a history again without saying anything.
+
+        `said` are the findings of this attempt so far: they are not repeated, unless they lead to an action, since what
+        they led to is over. `mid_run` says that the history does not begin with the run.
+        """
         for detector in self.detectors:
             detector.reset()
+            if mid_run:
+                detector.resumed()
         self._quiet, self._last, self._trusted = SETTLING, None, None
         recent = len(history) - SETTLING  # conditions before that cannot be felt any more
         for i, observation in enumerate(history):
@@ -104,15 +110,17 @@ class Panel:
                     detector.update(observation)
             if i >= recent:
                 self._note_suspicion(observation.step)
-        known = list(said)
+        known = [finding for finding in said if self._config.action == "warn" or not self.acts(finding)]
         for detector in self.detectors:
             detector.rearm(max((f.severity for f in known if f.signature == detector.signature), default=None))
-            if not fresh:
-                detector.resumed()
 
     def windows(self) -> Iterator[HorizonWindow]:
         """Yield the windows that KL_BLOWUP judges, as they stand: the shortest horizon first, the whole run last."""
         return self._monitor.windows()
+
+    def _blown_up(self) -> bool:
+        """Whether KL_BLOWUP was said: the early warning has nothing to add then."""
+        return any(d.said is not None for d in self.detectors if d.signature == "KL_BLOWUP")
 
     def _note_suspicion(self, step: int) -> None:
         if any(d.active for d in self.detectors if d.signature in _SUSPICIOUS):

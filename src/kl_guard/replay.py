@@ -20,12 +20,13 @@ class ReplayResult:
 
     `decision` is the first that was not "continue" (or "continue"); `fired_at` its step, `onset_step` and
     `departure_step` those of the finding that decided; None where nothing did. `findings` are all, also those after the
-    decision. `observations` counts the steps with KL or anything else that was read.
+    decision. `observations` counts the steps that were read, `notes` say what was peculiar about the log.
     """
 
     findings: tuple[Finding, ...]
     decision: Decision
     observations: int
+    notes: tuple[str, ...] = ()
 
     @property
     def fired_at(self) -> int | None:
@@ -47,7 +48,9 @@ Source = str | os.PathLike[str] | Iterable[float | None] | Iterable[Mapping[str,
 
 
 def replay(source: Source, config: GuardConfig | None = None, **overrides: Any) -> ReplayResult:
-    """Run the guard over a finished run; no files are written and nothing is logged.
+    """Run the guard over a finished run; no files are written, and no finding is logged.
+
+    Where steps go back, the run had been resumed: what came after is dropped, as it was in the run.
 
     Parameters
     ----------
@@ -71,20 +74,27 @@ def replay(source: Source, config: GuardConfig | None = None, **overrides: Any) 
     (51, 48, 41)
     """
     rows = list(read_rows(source)) if isinstance(source, (str, os.PathLike)) else list(source)
+    findings: list[Finding] = []
+    notes: list[str] = []
     guard = KLGuard(GuardConfig.build(config, **overrides), rank=0, expected_observations=len(rows), announce=False)
     decision = Decision()
     for number, row in enumerate(rows, start=1):
-        answer = guard.observe(**_read(row, number))
+        observation = _read(row, number)
+        last = guard.history.steps[-1] if len(guard.history) else None
+        if last is not None and observation.step < last:
+            notes.append(f"row {number}: steps go back from {last} to {observation.step}, read as a resume")
+            guard.resumed(observation.step - 1 if observation.step else 0)
+        answer = guard.observe(**observation.known())
+        findings += answer.findings
         decision = answer if answer and not decision else decision
-    return ReplayResult(tuple(guard.findings), decision, len(guard.history))
+    return ReplayResult(tuple(findings), decision, len(guard.history), tuple(notes))
 
 
-def _read(row: Any, number: int) -> dict[str, Any]:
-    """Return one row as arguments of `observe`."""
+def _read(row: Any, number: int) -> Observation:
+    """Return one row as an observation."""
     fields = row if isinstance(row, Mapping) else {"kl_mean": row}
     step = fields.get("step")
     try:
-        observation = Observation.from_mapping(fields, number if step is None else step, fields.get("window") or 1)
+        return Observation.from_mapping(fields, number if step is None else step, fields.get("window") or 1)
     except ValueError as error:
         raise ValueError(f"row {number}: {error}") from error
-    return observation.known()

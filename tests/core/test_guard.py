@@ -159,7 +159,7 @@ METHODS = {
 }
 PARTS = [
     "_read", "_observe", "_begin", "_write", "_report", "_stand", "_decision", "_remember",
-    "_memory", "_take_over", "_choose", "_write_run",
+    "_read_rows", "_target", "_write_incident", "_take_over", "_choose", "_write_run",
 ]  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_a_fault_in_any_part_never_gets_out(part, tmp_path, caplog, monkeypatch)
         call(guard)
     said = [r for r in caplog.records if "a fault of the guard itself" in r.getMessage()]
     assert len(said) == len({r.getMessage() for r in said})
-    if part not in {"_remember", "_memory", "_take_over"}:
+    if part not in {"_remember", "_read_rows", "_take_over"}:
         assert guard.blind
         assert guard.level == -1
 
@@ -354,3 +354,107 @@ def test_observation_cannot_be_changed():
     """What was observed stays as it was."""
     with pytest.raises(AttributeError):
         Observation(1).step = 2
+
+
+def test_a_halt_survives_faults_around_it(tmp_path, monkeypatch, caplog):
+    """Looking for a checkpoint, explaining or writing the incident fails: the decision stands."""
+    for broken in ("kl_guard.guard.incidents.write", "kl_guard.checkpoints.Keeper.newest_before"):
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, lambda *_, **__: 1 / 0)
+            assert feed(KLGuard(output_dir=tmp_path / broken), blow_up())[-1].action == "halt"
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 300, b"/tmp/bytes", "nul\0byte"])
+def test_odd_paths_of_checkpoints_do_not_cost_the_halt(path):
+    """A name that is too long, bytes, a NUL."""
+    guard = KLGuard()
+    guard.checkpoint_saved(5, path)
+    assert feed(guard, blow_up())[-1].action == "halt"
+
+
+def test_odd_settings_do_not_cost_the_explanation():
+    """Learning rates from one end of the floats to the other."""
+    guard = KLGuard(announce=False)
+    for step, kl in enumerate(blow_up(), start=1):
+        decision = guard.observe(step, kl, learning_rate=5e-324 if step % 2 else 1e308, beta=1e308 if step % 2 else 0)
+    assert decision.reason.causes
+
+
+def test_a_standing_halt_answers_unreadable_steps_too():
+    """What was decided stands, whatever is observed."""
+    guard = KLGuard(announce=False)
+    feed(guard, blow_up())
+    for step in ("x", math.nan, None, 3):
+        assert guard.observe(step, 1.0).action == "halt"
+
+
+def test_after_a_resume_behind_the_halt_the_same_trouble_is_halted_again():
+    """Resumed from the halted state with the cause still there: after a grace it acts again."""
+    guard = KLGuard(announce=False)
+    halted = next(d for d in feed(guard, blow_up(cap=1e9)) if d)
+    step = halted.reason.step
+    guard.resumed(step)
+    decisions = feed(guard, blow_up(length=200, cap=1e9)[step : step + 30], start=step + 1)
+    assert [d.action for d in decisions[:5]] == ["continue"] * 5
+    assert decisions[-1].action == "halt"
+
+
+def test_a_resume_after_warn_only_can_halt(tmp_path):
+    """What was only said before is acted on when the user asks for it."""
+    first = KLGuard(GuardConfig(action="warn"), output_dir=tmp_path, announce=False)
+    feed(first, blow_up(cap=1e9)[:55])
+    first.close()
+    second = KLGuard(GuardConfig(action="halt"), output_dir=tmp_path, announce=False)
+    second.resumed(55)
+    assert feed(second, blow_up(length=90, cap=1e9)[55:], start=56)[-1].action == "halt"
+
+
+def test_nan_is_not_within_twice_the_first_kl(tmp_path):
+    """A start that was too high does not block going back from NaN."""
+    guard = KLGuard(GuardConfig(action="rollback"), announce=False)
+    feed(guard, [0.2] * 99)
+    save(guard, tmp_path, 50)
+    assert guard.observe(100, math.nan, grad_norm=math.nan).action == "rollback"
+
+
+def test_a_resumed_run_has_no_first_kl():
+    """However often it is resumed or rolled back."""
+    guard = KLGuard(announce=False)
+    guard.resumed(50)
+    feed(guard, [0.3] * 30, start=51)
+    guard.resumed(70)
+    feed(guard, [0.3] * 5, start=71)
+    guard.rolled_back(60)
+    feed(guard, [0.3] * 5, start=61)
+    assert guard.findings == []
+
+
+@pytest.mark.parametrize("value", [2**63, 2.0**60, 10**400])
+def test_numbers_beyond_any_run_are_refused(value):
+    """A step or window that no array can hold leaves everything as it was."""
+    guard = KLGuard()
+    assert guard.observe(value, 0.1).action == "continue"
+    guard.observe(1, 0.1, window=value)
+    guard.observe(2, 0.2)
+    assert [o.known() for o in guard.history] == [
+        {"step": 1, "kl_mean": 0.1, "window": 1},
+        {"step": 2, "kl_mean": 0.2, "window": 1},
+    ]
+    assert not guard.blind
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "x"])
+def test_expected_observations_are_checked(value):
+    """Where they are set."""
+    with pytest.raises(ValueError, match="expected_observations must be a whole number of at least 0"):
+        KLGuard(expected_observations=value)
+
+
+def test_the_early_warning_is_not_said_after_the_alarm():
+    """KL_GROWTH has nothing to add to KL_BLOWUP."""
+    for start in (15, 25, 40, 90):
+        for growth in (1.05, 1.2, 2.0, 100.0):
+            guard = KLGuard(GuardConfig(action="warn"), announce=False)
+            feed(guard, blow_up(start, start + 150, growth=growth))
+            signatures = [f.signature for f in guard.findings]
+            assert signatures in (["KL_BLOWUP"], ["KL_GROWTH", "KL_BLOWUP"], ["KL_GROWTH"]), signatures

@@ -215,3 +215,71 @@ def test_reading_and_writing_alone(tmp_path):
     journal.archive()
     journal.close()
     assert [p.name for p in Path(tmp_path / "deep" / "er").glob("journal*")] == ["journal-ab.jsonl"]
+
+
+def test_rolled_back_first_in_a_process_keeps_the_journal(tmp_path):
+    """The budget is in it: the second process goes on where the first one was."""
+    first = KLGuard(output_dir=tmp_path, announce=False)
+    feed(first, [0.01] * 29)
+    first.close()
+    second = KLGuard(output_dir=tmp_path, announce=False)
+    second.rolled_back(10)
+    feed(second, [0.01] * 9, start=11)
+    second.close()
+    third = KLGuard(output_dir=tmp_path, announce=False)
+    third.resumed(19)
+    assert (third.run_id, third.attempt, list(third.history.steps)) == (first.run_id, 1, list(range(1, 20)))
+    assert not list((tmp_path / "kl_guard").glob("journal-*"))
+
+
+def test_grace_survives_a_restart(tmp_path):
+    """Killed in the middle of it, the rest of the grace is kept."""
+    config = GuardConfig(action="rollback", hard_ceiling=5.0, sustain=1)
+    guard = KLGuard(config, output_dir=tmp_path, announce=False)
+    feed(guard, [0.02] * 30)
+    guard.rolled_back(20)
+    feed(guard, [0.02] * 2, start=21)
+    guard.close()
+    again = KLGuard(config, output_dir=tmp_path, announce=False)
+    again.resumed(22)
+    assert [again.observe(step, 50.0).action for step in range(23, 27)] == ["continue"] * 3 + ["halt"]
+
+
+@pytest.mark.parametrize("kept", [[], range(61, 70)])
+def test_a_journal_without_the_steps_needed_is_completed_from_the_log_history(tmp_path, kept):
+    """Rows that were used are journaled, so that the resume of the resume has them too."""
+    guard = KLGuard(output_dir=tmp_path, announce=False)
+    guard.checkpoint_saved(1, tmp_path)
+    for step in kept:
+        guard.observe(step, 0.1)
+    guard.close()
+    rows = [{"step": s, "kl": 0.02, "loss": 0.1} for s in range(1, 51)]
+    for history in (rows, None):
+        again = KLGuard(output_dir=tmp_path, announce=False)
+        again.resumed(50, history=history)
+        assert len(again.history) == 50
+        again.close()
+
+
+def test_a_record_that_no_array_can_hold_is_left_out(tmp_path):
+    """A step of 1e30 in a journal costs that line only."""
+    guard = KLGuard(output_dir=tmp_path, announce=False)
+    feed(guard, [0.02] * 5)
+    guard.close()
+    with journal_of(tmp_path).open("a") as file:
+        file.write('{"type": "observation", "step": 1e30, "kl_mean": 1}\n{"type": "finding", "finding": [1]}\n')
+        file.write('{"type": "observation", "step": 6, "window": 1e30, "kl_mean": 1}\n' + "[" * 100_000 + "\n")
+    again = KLGuard(output_dir=tmp_path, announce=False)
+    again.resumed(9)
+    assert len(again.history) == 5
+
+
+def test_what_the_disk_refused_is_tried_once_more_at_the_end(tmp_path, monkeypatch):
+    """The disk has space again just before the guard closes."""
+    guard = KLGuard(output_dir=tmp_path, announce=False)
+    guard.observe(1, 0.02)
+    with monkeypatch.context() as patch:
+        patch.setattr("kl_guard.journal.os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        feed(guard, [0.02] * 8, start=2)
+    guard.close()
+    assert len(recall(read_journal(journal_of(tmp_path))[0]).history) == 9

@@ -83,3 +83,25 @@ def test_merging_fills_in_and_keeps_the_larger_maximum():
 def test_first_step_of_the_window():
     """An average logged at step 40 over 10 steps began at step 31."""
     assert Observation(40, window=10).first_step == 31
+
+
+def test_merging_takes_a_number_for_nan():
+    """NaN is missing, and no larger maximum."""
+    assert Observation(5, kl_mean=math.nan).merged(Observation(5, kl_mean=0.1)).kl_mean == 0.1
+    assert Observation(5, kl_max=5.0).merged(Observation(5, kl_max=math.nan)).kl_max == 5.0
+
+
+class Hostile:
+    """Raises whatever is asked of it."""
+
+    def __repr__(self):
+        raise MemoryError("repr")
+
+    def item(self):
+        raise KeyError("item")
+
+
+def test_a_value_that_raises_anything():
+    """It counts as no number, and the message still names the metric."""
+    with pytest.raises(ValueError, match=r"loss must be a number .*something of type Hostile"):
+        as_number("loss", Hostile())

@@ -137,3 +137,30 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_an_empty_run():
     """No rows, no decision."""
     assert answer(replay([])) == (None, None, None, "continue", 0)
+
+
+def test_a_log_with_a_resume_in_it():
+    """Steps that go back: what was dropped in the run is dropped here, and it is noted."""
+    rows = [(step, 0.02) for step in range(1, 101)] + [(step, kl) for step, kl in enumerate(VALUES, 1) if step > 35]
+    result = replay([{"step": step, "kl": kl} for step, kl in rows])
+    assert (result.fired_at, result.onset_step, result.departure_step) == answer(EXPECTED)[:3]
+    assert result.notes == ("row 101: steps go back from 100 to 36, read as a resume",)
+
+
+@pytest.mark.parametrize("content", ["step,kl\n1," + "9" * 200_000 + "\n2,0.1\n", '{"a": ' + "[" * 100_000])
+def test_files_that_break_readers(tmp_path, content):
+    """A field without end, nesting without end: an error of the right kind."""
+    path = tmp_path / "log"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"log|row"):
+        replay(path)
+    path.write_text("step,kl\n1,0.5\n")
+    assert replay(path).observations == 1
+
+
+def test_a_torn_last_line_is_left_out(tmp_path, caplog):
+    """A log that is still being written."""
+    path = tmp_path / "log"
+    path.write_text('{"step": 1, "kl": 0.5}\n{"step": 2, "kl": 0.5}\n{"step": 3, "k')
+    assert replay(path).observations == 2
+    assert "line 3 is torn" in caplog.text

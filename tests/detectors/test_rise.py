@@ -161,6 +161,15 @@ def test_an_infinite_kl_alone_does_not_break_the_ceiling():
     assert finding.onset_step == finding.departure_step == 3
 
 
+@pytest.mark.parametrize("doubling", [8, 10, 20, 40])
+def test_a_slow_rise_is_followed_back_to_its_beginning(doubling):
+    """When all that is near the onset lies in the trouble, the departure is looked for further back."""
+    values = [0.0015 * 2.0 ** (max(0, step - 200) / doubling) for step in range(1, 900)]
+    finding = first(KLBlowup(), values)
+    assert abs(finding.departure_step - 200) <= 2
+    assert finding.onset_step > 200 + 6 * doubling
+
+
 def test_a_departure_never_lies_after_its_onset():
     """Whatever the shape, the place to go behind is not later than the crossing."""
     for growth in (1.03, 1.1, 1.5, 3.0, 50.0):

@@ -42,6 +42,13 @@ class Ledger:
     def newest_before(self, step: int) -> Checkpoint | None:
         """Return the newest checkpoint of an earlier step whose folder is still there (rotation may have taken it)."""
         for known in sorted(self._by_step, reverse=True):
-            if known < step and Path(self._by_step[known].path).is_dir():
+            if known < step and _is_there(self._by_step[known].path):
                 return self._by_step[known]
         return None
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):  # a name that is too long, a network folder that has gone stale, ...
+        return False

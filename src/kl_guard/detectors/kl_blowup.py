@@ -99,7 +99,9 @@ def describe_rise(
     """Put a rise into a finding: figures, onset and departure."""
     onset = monitor.onset(rise)
     departure = monitor.departure(onset, rise.horizon)
-    span = "the whole run" if rise.horizon is None else f"the last {rise.horizon} observations"
+    span = f"the last {rise.horizon} observations"
+    if rise.horizon is None:
+        span = "the run" if rise.start == 0 else f"the run (without its first {rise.start} observations)"
     return Finding(
         signature,
         severity,

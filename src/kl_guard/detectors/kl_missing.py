@@ -16,8 +16,9 @@ LASTING = 20
 class KLMissing(Detector):
     """Says that KL is NaN or absent while the rest of the step is sound; never a reason to halt.
 
-    `info` at first: a batch whose completions are all masked has no KL (ms-swift issue 4465). `warn` when it lasts 20
-    observations: then the guard is blind, most often because beta is 0 and no reference model exists.
+    `info` at first (for a value that is absent, at the second step): a batch whose completions are all masked has no
+    KL (ms-swift issue 4465). `warn` when it lasts 20 observations: then the guard is blind, most often because beta is
+    0 and no reference model exists.
 
     Examples
     --------
@@ -38,8 +39,8 @@ class KLMissing(Detector):
         self._seen = self._seen or (kl is not None and not math.isnan(kl))
         sound = all(v is None or math.isfinite(v) for v in (observation.loss, observation.grad_norm))
         length = self._missing.update(observation.step, (kl is None or math.isnan(kl)) and sound)
-        if length == 0:
-            return None
+        if length == 0 or (length == 1 and kl is None):
+            return None  # a step may be told in parts: what is absent is said when the next step has come
         return Severity.WARN if length >= LASTING else Severity.INFO
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
@@ -51,12 +52,14 @@ class KLMissing(Detector):
             if self._seen
             else "beta 0 leaves no reference model to measure against, or the metric has another name"
         )
+        others = [n for n in ("loss", "grad_norm") if getattr(observation, n) is not None]
+        while_ = f"while {' and '.join(others)} {'are' if len(others) > 1 else 'is'} sound" if others else ""
         blind = "; until it is back a blow-up cannot be seen" if severity is Severity.WARN else ""
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"KL {what}{since} while loss and gradient are sound ({why}){blind}",
+            f"KL {what}{since} {while_} ({why}){blind}".replace("  ", " "),
             onset_step=self._missing.since,
             evidence={"observations": lasts, "loss": observation.loss, "grad_norm": observation.grad_norm},
         )

@@ -38,6 +38,7 @@ class ReferenceMismatch(Detector):
         self._token_mean = (config or GuardConfig()).token_mean
         self._begun = False
         self._first = 0.0
+        self._first_step = 0
         self._severity: Severity | None = None
 
     def resumed(self) -> None:
@@ -47,35 +48,38 @@ class ReferenceMismatch(Detector):
     def _judge(self, observation: Observation) -> Severity | None:
         kl = observation.kl_mean
         if kl is None or not math.isfinite(kl):
-            return self._severity if self.active else None
+            return None
         if not self._begun:
             self._begun = True
-            self._first = kl
+            self._first, self._first_step = kl, observation.step
             if kl > CLEARLY:
                 exact = observation.step <= 1 and observation.window == 1 and self._token_mean
                 self._severity = Severity.WARN if exact else Severity.INFO
         return self._severity if self._severity and kl <= BLOCKING * self._first else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
-        averaged = f" (averaged over {observation.window} steps)" if observation.window > 1 else ""
+        averaged = f", averaged over {observation.window} steps" if observation.window > 1 else ""
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"the first KL of the run is {self._first:.4g}{averaged}, where policy and reference should be equal",
-            onset_step=observation.step,
-            departure_step=observation.step,
+            f"the first KL observed (step {self._first_step}{averaged}) is {self._first:.4g}; a run begins with policy "
+            f"and reference equal",
+            onset_step=self._first_step,
+            departure_step=self._first_step,
             evidence={"first_kl": self._first, "window": observation.window},
         )
 
     def _forget(self) -> None:
         self._begun = False
         self._first = 0.0
+        self._first_step = 0
         self._severity = None
 
     def _memory(self) -> dict[str, Any]:
-        return {"begun": self._begun, "first": self._first, "severity": self._severity and self._severity.value}
+        severity = self._severity and self._severity.value
+        return {"begun": self._begun, "first": self._first, "first_step": self._first_step, "severity": severity}
 
     def _recall(self, memory: dict[str, Any]) -> None:
-        self._begun, self._first = memory["begun"], memory["first"]
+        self._begun, self._first, self._first_step = memory["begun"], memory["first"], memory["first_step"]
         self._severity = None if memory["severity"] is None else Severity(memory["severity"])

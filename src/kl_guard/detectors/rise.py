@@ -18,6 +18,7 @@ from kl_guard.stats.horizon import FEWEST
 RECORD_FACTOR = 2.0
 GROWTH_SHARE = 0.2  # KL_GROWTH: share of abs_floor
 LOOK_BACK = 48  # observations before the onset in which the departure is looked for, at least
+CALMER = 0.25  # share of the slope after the knee that the slope before it may have
 LEAST_KL = 1e-6  # nats per token; below it the logarithm shows rounding, not the policy
 
 
@@ -122,16 +123,20 @@ class RiseMonitor:
         """Return the position at which KL left its own regime: the knee of a hinge on log KL, at most `onset`.
 
         The fit looks at the numbers from before the onset (48, or the horizon where longer) until the crossing is
-        sustained: what KL does later says nothing about its beginning. In a window that begins in the warm-up the
-        part before the knee is flat, since there the climb from 0 is a bend of its own; in a run long past the warm-up
-        such a window is cut there. Otherwise the part before the knee may rise or fall slowly by itself.
+        sustained: what KL does later says nothing about its beginning. Where KL rises before the knee nearly as it does
+        after it, the whole window lies in the trouble, and twice as many numbers are looked at. In a window that begins
+        in the warm-up the part before the knee is flat, since there the climb from 0 is a bend of its own; in a run
+        long past the warm-up such a window is cut there. Otherwise that part may rise or fall slowly by itself.
         """
-        start = max(0, onset - max(LOOK_BACK, horizon or 0))
-        if start < self._warmup and onset >= 2 * self._warmup:
-            start = self._warmup
-        recent = self.series.values[start : onset + self._config.sustain]
-        hinge = fit_hinge([math.log(max(x, LEAST_KL)) for x in recent], flat=start < self._warmup)
-        return onset if hinge is None else min(onset, start + hinge.knee)
+        first = self._warmup if onset >= 2 * self._warmup else 0
+        logs = [math.log(max(x, LEAST_KL)) for x in self.series.values[first : onset + self._config.sustain]]
+        look_back = max(LOOK_BACK, horizon or 0)
+        while True:
+            start = max(first, onset - look_back)
+            hinge = fit_hinge(logs[start - first :], flat=start < self._warmup)
+            if start == first or (hinge is not None and hinge.base <= CALMER * hinge.slope):
+                return onset if hinge is None else min(onset, start + hinge.knee)
+            look_back *= 2
 
     def position(self, step: int) -> int:
         """Return the position of the first number observed at `step` or later."""

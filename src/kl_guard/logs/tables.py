@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from kl_guard.journal import read_journal
 from kl_guard.memory import recall
 from kl_guard.observation import ALIASES, METRICS
+
+logger = logging.getLogger("kl_guard")
 
 Row = dict[str, Any]
 
@@ -28,7 +31,10 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
         If it cannot be opened.
     """
     text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    rows = list(_parse(path, text))
+    try:
+        rows = list(_parse(path, text))
+    except (csv.Error, RecursionError) as error:
+        raise ValueError(f"{path}: neither JSON nor a CSV file that can be read ({error})") from error
     if not any(_has_kl(row) for row in rows):
         keys = sorted({key for row in rows for key in row})
         raise ValueError(f"{path}: no KL in this log; it has: {', '.join(keys[:40]) or 'nothing'}")
@@ -50,12 +56,16 @@ def _parse(path: str | os.PathLike[str], text: str) -> Iterator[Row]:
 
 def _json_lines(path: str | os.PathLike[str], text: str) -> Iterator[Row]:
     rows: list[Row] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
+            if rows and number == len(lines) and not text.endswith("\n"):
+                logger.warning("kl-guard: %s: line %d is torn; it is left out", path, number)
+                break
             raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}: line {number} is not a row of names and values")

@@ -1,0 +1,113 @@
+"""Causes say what the run shows, and nothing else."""
+
+import math
+
+import pytest
+
+from kl_guard import GuardConfig, KLGuard
+from streams import blow_up
+
+
+def causes(start=200, length=300, growth=1.6, config=None, **settings):
+    """Blow up at step `start` with settings given as functions of the step; return the causes, the likeliest first."""
+    guard = KLGuard(config, announce=False)
+    for step, kl in enumerate(blow_up(start, length, growth=growth, cap=1e6), start=1):
+        decision = guard.observe(step, kl, **{name: value(step) for name, value in settings.items()})
+        if decision:
+            return decision.reason.causes
+    raise AssertionError("no blow-up")
+
+
+def warmup(steps, rate=1e-5):
+    """A linear warm-up, then a constant rate."""
+    return lambda step: rate * min(1.0, step / steps)
+
+
+def test_a_raised_learning_rate_is_first():
+    """Before and after, the factor, where; and what to go back to."""
+    first = causes(learning_rate=lambda step: 1e-5 if step < 198 else 3e-4, beta=lambda _: 0.1)[0]
+    assert first.name == "the learning rate was raised"
+    assert "from 1e-05 to 0.0003 (x30) at step 198" in first.evidence
+    assert "near 1e-05" in first.remedy
+
+
+def test_a_rise_is_found_in_every_second_row():
+    """A learning rate that is not logged at each step."""
+    rate = {0: 1e-5, 1: 1e-3}
+    first = causes(learning_rate=lambda step: None if step % 2 else rate[step >= 198])[0]
+    assert first.name == "the learning rate was raised"
+
+
+def test_a_warm_up_long_over_is_not_still_rising():
+    """Constant for 100 steps before the trouble."""
+    (cause,) = [c for c in causes(learning_rate=warmup(100)) if "learning rate" in c.name]
+    assert cause.name == "the learning rate is too high"
+    assert "raising" not in cause.evidence
+    assert "it was 1e-05 at the departure" in cause.evidence
+
+
+def test_a_warm_up_is_no_jump():
+    """The second step of a linear warm-up doubles the rate, as it must."""
+    (cause,) = [c for c in causes(start=15, growth=1.3, learning_rate=warmup(50)) if "learning rate" in c.name]
+    assert cause.name == "the learning rate is too high"
+    assert "the schedule was still raising it" in cause.evidence
+
+
+def test_the_restart_of_a_schedule_is_called_that():
+    """Back to a height it had before; nobody should go back to 1e-9."""
+
+    def cosine(step):
+        return 1e-5 * (1 + math.cos(math.pi * (step % 198) / 198)) / 2 + 1e-12
+
+    first = causes(learning_rate=cosine)[0]
+    assert "a restart of its schedule?" in first.name
+    assert "e-09" not in first.remedy
+    assert "e-1" not in first.remedy
+
+
+@pytest.mark.parametrize(
+    "fall", [lambda step: 0.3 if step < 195 else 1e-6, lambda step: 0.3 * 0.8 ** max(0, step - 190)]
+)
+def test_a_weakened_penalty(fall):
+    """At once or step by step."""
+    assert causes(beta=fall, learning_rate=lambda _: 1e-5)[0].name == "the KL penalty was weakened"
+
+
+def test_no_penalty_at_all():
+    """Beta 0 or next to nothing."""
+    assert causes(beta=lambda _: 0.0)[0].name == "there is hardly any KL penalty"
+    assert causes(beta=lambda _: 1e-6)[0].name == "there is hardly any KL penalty"
+
+
+def test_a_wrong_reference_needs_a_first_step_and_a_token_mean():
+    """KL at step 30, or a sequence sum, says nothing about the reference."""
+    names = {c.name for c in causes(config=GuardConfig(kl_kind="sequence_sum"))}
+    assert "the reference is wrong" not in names
+    guard = KLGuard(announce=False)
+    for step, kl in enumerate(blow_up(60, 120, level=0.2), start=1):
+        decision = guard.observe(step, None if step < 30 else kl)
+    assert "the reference is wrong" not in {c.name for c in decision.reason.causes}
+
+
+def test_an_exploited_reward():
+    """Reward that rises with KL, while it stood still before."""
+    names = [c.name for c in causes(reward=lambda step: 0.3 + 0.01 * (step % 2) + 0.1 * max(0, step - 200))]
+    assert "the reward is being exploited" in names
+    assert "the reward is being exploited" not in [c.name for c in causes(reward=lambda step: 0.3 + 0.01 * (step % 2))]
+
+
+def test_causes_of_nonfinite_steps():
+    """Overflow first after a large maximum; the batch first where it has no advantages."""
+    guard = KLGuard(announce=False)
+    for step in range(1, 10):
+        guard.observe(step, 0.1, kl_max=1e6, grad_norm=1.0)
+    decision = guard.observe(10, math.nan, grad_norm=math.nan)
+    assert decision.reason.causes[0].name == "exp of a log-ratio overflowed"
+    lone = KLGuard(announce=False).observe(1, 0.0007, grad_norm=math.nan, reward_std=math.nan)
+    assert lone.reason.causes[0].name == "the batch has no advantages"
+
+
+def test_a_finding_without_any_settings_still_has_a_cause():
+    """The most common one, and that it was not logged."""
+    (cause,) = causes()
+    assert "was not logged" in cause.evidence
