@@ -72,6 +72,7 @@ class KLGuardCallback(TrainerCallback):
         self.decision = Decision()
         self._state: TrainerState | None = None
         self._idle = False
+        self._fresh = False
         self._log_due = False
         self._wants_halt = False
         self._last_logged = 0
@@ -84,10 +85,19 @@ class KLGuardCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin or resume, and say what will limit the guard in this run."""
-        self._guarded(self._start, args, state, control)
+        if state is self._state and self._fresh:
+            self._say_once("twice", "this KLGuardCallback was added twice; once is enough")
+            return
+        self._state, self._fresh = state, True
+        self.halted, self.decision = False, Decision()
+        self._wants_halt = self._log_due = False
+        self._idle = self._stands_aside(args, control)  # before anything that may fail: all ranks must agree on it
+        if not self._idle:
+            self._guarded(self._start, args, state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note whether this step's log is the trainer's own, which every rank gets."""
+        self._fresh = False
         self._log_due = control.should_log
         self._keep_stopping(control)
 
@@ -141,23 +151,24 @@ class KLGuardCallback(TrainerCallback):
 
     # What it does.
 
-    def _start(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        if state is self._state and not self._last_logged and self.guard is not None:
-            self._say_once("twice", "this KLGuardCallback was added twice; once is enough")
-            return
+    def _stands_aside(self, args: Any, control: TrainerControl) -> bool:
+        """Return whether this callback has nothing to do: another one guards, or there is no KL to watch."""
         other = _IN_CHARGE.get(id(control))
-        if other is not None and other is not self and other._state is state:
-            self._idle = True
+        if other is not None and other is not self and other._state is self._state:
             self._say_once("second", "a second KLGuardCallback was added; the first one guards, this one does nothing")
-            return
+            return True
+        if kl_kind_of(args) is None:
+            name = type(args).__name__
+            self._say_once("kind", f"{name}: its `kl` is no distance that grows in a blow-up; it is not watched")
+            return True
         _IN_CHARGE[id(control)] = self
+        return False
+
+    def _start(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._finish(control)
         _IN_CHARGE[id(control)] = self
-        self._state, self._idle, self.halted, self.decision = state, False, False, Decision()
-        self._wants_halt = self._log_due = False
         self._last_logged = state.global_step
         kind = kl_kind_of(args)
-        self._idle = kind is None
         if kind is not None and self.config.kl_kind == "k3":
             self.config = replace(self.config, kl_kind=kind)
         every = steps_per_log(args, state)

@@ -10,7 +10,7 @@ from typing import Any
 
 logger = logging.getLogger("kl_guard")
 
-BYTES_PER_PARAMETER = 12  # weights in 4 bytes and two Adam moments; less where they are narrower
+MOMENTS = 8  # bytes of optimizer state for each trained parameter: two Adam moments in float32
 SAFETY = 2.0
 COMPLETIONS = "completions"
 
@@ -44,7 +44,7 @@ class HaltedState:
                 )  # TRL writes there after on_log, where output_dir is then
             if not os.access(self.folder, os.W_OK):
                 return f"{self.folder} cannot be written"
-            need = SAFETY * BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
+            need = SAFETY * _bytes_of(model)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return f"{self.folder} cannot be written ({error})"
@@ -91,3 +91,10 @@ class HaltedState:
             for log in (self.folder / COMPLETIONS).glob("*"):
                 log.replace(Path(self._output_dir) / COMPLETIONS / log.name)
         self.path = target
+
+
+def _bytes_of(model: Any) -> int:
+    """Return about how large a checkpoint of the model is; with PEFT only what is trained is saved."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    saved = trained if hasattr(model, "peft_config") else list(model.parameters())
+    return int(sum(p.numel() * p.element_size() for p in saved) + MOMENTS * sum(p.numel() for p in trained))

@@ -61,9 +61,6 @@ def _what_is_seen(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
     name = type(args).__name__
     beta = getattr(args, "beta", None)
     every = steps_per_log(args, state)
-    if kl_kind_of(args) is None:
-        yield f"{name}: its `kl` is not the distance to a reference that grows in a blow-up; it is not watched"
-        return
     if beta == 0:
         yield (
             "beta is 0: there is no reference model and no `kl` is logged, so a blow-up cannot be seen; beta=1e-8 "

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from kl_guard import KLGuardHalted
 from kl_guard_trl import KLGuardCallback
+from kl_guard_trl.halted_state import _bytes_of
 from tiny_task import LearningRateJump, build_dataset
 from trl_runs import Events, SetKL, training_logs
 
@@ -117,6 +118,18 @@ def test_a_second_halt_at_the_same_step_keeps_both_states(make_trainer, tmp_path
         make_trainer([SetKL(explode), KLGuardCallback()]).train()
     halted = tmp_path / "run" / "kl_guard" / "halted"
     assert sorted(p.name for p in halted.glob("step-*")) == ["step-8", "step-8-2"]
+
+
+def test_the_size_of_a_checkpoint_is_estimated(make_trainer):
+    """Weights and two moments of what is trained; with PEFT the frozen base is not saved."""
+    model = make_trainer([]).model
+    count = sum(p.numel() for p in model.parameters())
+    assert _bytes_of(model) == count * (4 + 8)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    assert _bytes_of(model) == count * 4
+    model.peft_config = {}
+    assert _bytes_of(model) == 0
 
 
 @pytest.mark.parametrize("obstacle", ["off", "space", "folder"])

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerControl, TrainerState
 
 import trl
 from kl_guard import GuardConfig, KLGuard
@@ -136,6 +136,22 @@ def test_a_callback_added_twice(make_trainer, caplog, same):
     assert trainer.state.global_step == 8
     assert len(first.guard.history) == 8
     assert len([t for t in said(caplog) if "KL_BLOWUP (critical)" in t]) == 1
+
+
+def test_another_quantity_is_not_watched(tmp_path, caplog):
+    """KTO's `kl` is an estimate for its loss: said once, nothing observed, nothing halted."""
+    guard = KLGuardCallback()
+    args = KTOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    state, control = TrainerState(), TrainerControl()
+    guard.on_train_begin(args, state, control)
+    for step in range(1, 30):
+        state.global_step, control.should_log = step, True
+        guard.on_step_end(args, state, control)
+        guard.on_log(args, state, control, logs={"loss": 0.1, "kl": 1e6})
+    guard.on_train_end(args, state, control)
+    assert not control.should_training_stop
+    assert guard.guard is None
+    assert len([t for t in said(caplog) if "is not watched" in t]) == 1
 
 
 def test_two_trainers_each_with_a_guard(make_trainer, tmp_path, caplog):
@@ -284,3 +300,15 @@ def test_training_logs_are_where_the_tests_look(make_trainer):
     trainer = make_trainer([], max_steps=2)
     trainer.train()
     assert [row["step"] for row in training_logs(trainer)] == [1, 2]
+
+
+def test_a_halt_of_the_run_before_does_not_stop_the_next(make_trainer, monkeypatch):
+    """Not even when the guard cannot begin: a fault there must not leave the old halt standing."""
+    guard = KLGuardCallback()
+    make_trainer([SetKL(lambda step: 1000.0), guard]).train()
+    assert guard.halted
+    monkeypatch.setattr(KLGuardCallback, "_finish", broken)
+    trainer = make_trainer([guard])
+    trainer.train()
+    assert trainer.state.global_step == 12
+    assert not guard.halted
