@@ -91,9 +91,10 @@ class KLGuardCallback(TrainerCallback):
         self._state, self._fresh = state, True
         self.halted, self.decision = False, Decision()
         self._wants_halt = self._log_due = False
+        before, self.guard = self.guard, None
         self._idle = self._stands_aside(args, control)  # before anything that may fail: all ranks must agree on it
         if not self._idle:
-            self._guarded(self._start, args, state, control)
+            self._guarded(self._start, args, state, before)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note whether this step's log is the trainer's own, which every rank gets."""
@@ -164,9 +165,11 @@ class KLGuardCallback(TrainerCallback):
         _IN_CHARGE[id(control)] = self
         return False
 
-    def _start(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._finish(control)
-        _IN_CHARGE[id(control)] = self
+    def _start(self, args: Any, state: TrainerState, before: KLGuard | None) -> None:
+        if before is not None:
+            before.close()  # a run that ended by an exception did not
+        if self._kept is not None:
+            self._kept.restore()
         self._last_logged = state.global_step
         kind = kl_kind_of(args)
         if kind is not None and self.config.kl_kind == "k3":

@@ -307,7 +307,7 @@ def test_a_halt_of_the_run_before_does_not_stop_the_next(make_trainer, monkeypat
     guard = KLGuardCallback()
     make_trainer([SetKL(lambda step: 1000.0), guard]).train()
     assert guard.halted
-    monkeypatch.setattr(KLGuardCallback, "_finish", broken)
+    monkeypatch.setattr(KLGuardCallback, "_start", broken)
     trainer = make_trainer([guard])
     trainer.train()
     assert trainer.state.global_step == 12
