@@ -57,7 +57,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
-    """Return a two-layer Qwen2 of some 25,000 parameters with random weights."""
+    """Return a two-layer Qwen2 of some 21,000 parameters with random weights."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),

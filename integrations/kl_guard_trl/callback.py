@@ -7,14 +7,14 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kl_guard import Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard import Checkpoint, Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard_trl import ranks
 from kl_guard_trl.halted_state import HaltedState
 from kl_guard_trl.hosts import kl_kind_of, limits, on_generation_boundary, steps_per_log
@@ -76,6 +76,7 @@ class KLGuardCallback(TrainerCallback):
         self._log_due = False
         self._wants_halt = False
         self._last_logged = 0
+        self._decided_at = -1
         self._kept: HaltedState | None = None
         self._faults: set[str] = set()
 
@@ -91,6 +92,7 @@ class KLGuardCallback(TrainerCallback):
         self._state, self._fresh = state, True
         self.halted, self.decision = False, Decision()
         self._wants_halt = self._log_due = False
+        self._decided_at = state.global_step
         before, self.guard = self.guard, None
         self._idle = self._stands_aside(args, control)  # before anything that may fail: all ranks must agree on it
         if not self._idle:
@@ -99,14 +101,15 @@ class KLGuardCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note whether this step's log is the trainer's own, which every rank gets."""
         self._fresh = False
-        self._log_due = control.should_log
+        self._expect_log(state, control)
         self._keep_stopping(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """As at the end of a step; after a halt, call off what is due at the end of an epoch."""
-        self._log_due = control.should_log
+        self._guarded(self._finish_keeping, args, state)
+        self._expect_log(state, control)
         self._keep_stopping(control)
 
     def on_log(
@@ -119,11 +122,14 @@ class KLGuardCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Observe a training log and decide, together with the other ranks, whether to go on."""
+        self._guarded(self._finish_keeping, args, state)
         if self._idle or logs is None or "loss" not in logs:
             return
         decision = self._guarded(self._observe, args, state, logs) or Decision()
         self._wants_halt = self._wants_halt or bool(decision)
         due, self._log_due = self._log_due, False
+        if due:
+            self._decided_at = state.global_step
         if self._agreed(due, args.device):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
@@ -134,6 +140,7 @@ class KLGuardCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note a checkpoint, or that the halted state is on disk, once every rank has written its part."""
+        self._log_due = False
         try:
             ranks.barrier()
         except Exception:
@@ -144,6 +151,7 @@ class KLGuardCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the files; raise after a halt where the user asked for it."""
+        self._guarded(self._finish_keeping, args, state)
         self._guarded(self._finish, control)
         if self.halted and not self._idle and self.config.on_halt == "raise":
             reason = self.decision.reason
@@ -235,10 +243,13 @@ class KLGuardCallback(TrainerCallback):
         reason = self.decision.reason
         try:
             told = ranks.gather({"reason": reason.to_dict() if reason else None, "why_not": why_not})
+            self._guarded(self._adopt, [t["reason"] for t in told if t["reason"] is not None])
+            back = self.decision.checkpoint
+            backs = ranks.gather(asdict(back) if back else None)
         except Exception:
             self._fault("sharing the reason for the halt")
             return False
-        self._guarded(self._share, told)
+        self._guarded(self._say_way_back, [b for b in backs if b is not None])
         obstacles = [t["why_not"] for t in told if t["why_not"]]
         if obstacles or kept is None:
             if self.config.save_halted and args.process_index == 0:
@@ -248,36 +259,50 @@ class KLGuardCallback(TrainerCallback):
         kept.redirect()
         return True
 
-    def _share(self, told: list[Mapping[str, Any]]) -> None:
-        """Take over the reason of the first rank that has one, and say how to go on."""
-        first = next(t["reason"] for t in told if t["reason"] is not None)
-        if self.guard is not None and self.decision.reason is None:
-            reason = Finding.from_dict(first)
+    def _adopt(self, reasons: list[Mapping[str, Any]]) -> None:
+        """Take over the reason of the first rank that has one, where this rank has none."""
+        if self.guard is not None and self.decision.reason is None and reasons:
+            reason = Finding.from_dict(reasons[0])
             self.decision = Decision("halt", (), None, reason)
             self.guard.adopt(reason)
             self.decision = self.guard.decision or self.decision
-        checkpoint = self.decision.checkpoint
-        if checkpoint is not None and self.guard is not None and self.guard.rank == 0:
+
+    def _say_way_back(self, backs: list[Mapping[str, Any]]) -> None:
+        """Name, on all ranks, the checkpoint to go back to: the first rank that knows one has the pins."""
+        if not backs:
+            return
+        self.decision = replace(self.decision, checkpoint=Checkpoint(**backs[0]))
+        if self.guard is not None and self.guard.rank == 0:
             logger.warning(
                 "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
-                "trainer.train(resume_from_checkpoint=%r)",
-                checkpoint.path,
+                "trainer.train(resume_from_checkpoint=%r) (True would take the newest one, which is from the trouble)",
+                backs[0]["path"],
             )
 
     def _saved(self, args: Any, state: TrainerState) -> None:
         if self._kept is not None and self._kept.pending:
-            self._kept.finish(state.global_step, renames=args.process_index == 0)
-            if args.process_index == 0:
-                logger.warning("kl-guard: the halted state is in %s", self._kept.path)
+            self._kept.saved = True  # callbacks after this one still look for it where the trainer put it
         elif self.guard is not None and not self._idle:
             step = state.global_step
             folder = Path(args.output_dir) / f"checkpoint-{step}"
             self.guard.checkpoint_saved(step, folder, aligned=on_generation_boundary(args, step))
 
+    def _finish_keeping(self, args: Any, state: TrainerState) -> None:
+        """Put the halted state in its place and the arguments back, once every callback has seen the save."""
+        if self._kept is not None and self._kept.pending and self._kept.saved:
+            self._kept.finish(state.global_step, renames=args.process_index == 0)
+            if args.process_index == 0:
+                logger.warning("kl-guard: the halted state is in %s", self._kept.path)
+
+    def _expect_log(self, state: TrainerState, control: TrainerControl) -> None:
+        """Note whether the trainer itself is about to log this step, on every rank; it logs no step twice."""
+        self._log_due = control.should_log and state.global_step > self._decided_at
+
     def _keep_stopping(self, control: TrainerControl) -> None:
         if self.halted and not self._idle:
             control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
+            control.should_save = self._kept is not None and self._kept.pending and not self._kept.saved
+            control.should_evaluate = False
 
     def _finish(self, control: TrainerControl) -> None:
         if self._kept is not None:

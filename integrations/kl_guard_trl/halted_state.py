@@ -33,6 +33,7 @@ class HaltedState:
         self.folder = Path(args.output_dir) / "kl_guard" / "halted"
         self.path: Path | None = None
         self._redirected = False
+        self.saved = False
 
     def why_not(self, model: Any) -> str | None:
         """Make the folder; return why the state cannot be kept there: too little space, or it cannot be written."""
@@ -61,7 +62,7 @@ class HaltedState:
 
     @property
     def pending(self) -> bool:
-        """Whether the save is still to come."""
+        """Whether the arguments are changed: the save is to come, or has been and is to be put in its place."""
         return self._redirected
 
     def restore(self) -> None:

@@ -97,11 +97,14 @@ def on_generation_boundary(args: Any, step: int) -> bool:
 def _what_is_saved(args: Any, state: Any, pins: bool) -> Iterator[str]:
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy == "no":
-        yield "save_strategy is 'no': no checkpoint is saved, so after a halt there is none to go back to"
+        yield (
+            "save_strategy is 'no': no checkpoint is saved, so after a halt there is none to go back to (the state at "
+            "the halt is saved all the same; save_halted=False switches that off)"
+        )
         return
     limit = args.save_total_limit
     help_text = (
-        "; the guard's pins (up to four, each as large as a checkpoint once rotation has taken it) keep the way back"
+        "; the guard's pins (up to five, each as large as a checkpoint once rotation has taken it) keep the way back"
         if pins
         else ""
     )

@@ -174,7 +174,7 @@ class KLGuard:
             checkpoint = Checkpoint(as_step(step), os.fsdecode(path), calm=not self.suspicion)
             self._begin()
             self._write("checkpoint", asdict(checkpoint), sync=True)
-            self.checkpoints.saved(checkpoint, aligned=aligned, trusted=self._panel.trusted)
+            self.checkpoints.saved(checkpoint, aligned=aligned, suspicion=self.suspicion)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
         except Exception:
@@ -306,7 +306,7 @@ class KLGuard:
         self._write("decision", {"time": time.time(), "action": action, "note": note, "step": reason.step}, sync=True)
         written = self._write_incident(decision)
         if self._announces:
-            logger.error("kl-guard:%s", describe_decision(decision))
+            logger.error("kl-guard: %s", describe_decision(decision))
             if written is not None:
                 logger.error("kl-guard: the incident is in %s", written)
 
@@ -374,6 +374,7 @@ class KLGuard:
             return memory
         self._begun = True
         memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
+        self._warn_of_trouble(memory.findings, step)
         memory.go_back(step)
         if memory.run_id is None:
             memory.run_id = uuid.uuid4().hex[:12]
@@ -384,9 +385,21 @@ class KLGuard:
         if not len(memory.history) and step > 0:
             memory.mid_run = True
             self._warn_once(
-                "no memory", f"resumed at step {step} without a journal or log history: the baseline begins anew"
+                "no memory",
+                f"resumed at step {step} without a journal or log history: the baseline begins anew",
             )
         return memory
+
+    def _warn_of_trouble(self, findings: Iterable[Finding], step: int) -> None:
+        """Say that a run is resumed from weights that the trouble had reached already."""
+        for finding in findings:
+            departure = finding.departure_step
+            if self._panel.acts(finding) and departure is not None and departure - 1 <= step:
+                self._warn_once(
+                    "trouble",
+                    f"resumed at step {step}, but the trouble that {finding.signature} reported began at step "
+                    f"{departure}: an older checkpoint is from before it",
+                )
 
     def _read_rows(self, memory: Memory, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Put the rows of a log up to `step` into memory and journal."""

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ logger = logging.getLogger("kl_guard")
 _to_line = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str).encode
 
 UNWRITTEN = 10_000  # lines kept in memory while the disk refuses them
+_WRITERS: weakref.WeakValueDictionary[str, Journal] = weakref.WeakValueDictionary()  # by folder, in this process
 
 
 def encode(record: Mapping[str, Any]) -> str:
@@ -67,7 +69,8 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
 class Journal:
     """Appends records to `<folder>/journal.jsonl`; never raises because of the disk.
 
-    One process writes a folder: a second one that opens the same folder gets `locked_out` and writes nothing. While the
+    One process writes a folder: a second one that opens the same folder gets `locked_out` and writes nothing. In one
+    process the newer journal takes over, since the older one is what an interrupted run left behind. While the
     disk refuses lines they are kept in memory (the last 10,000) and written when it takes them again.
 
     Parameters
@@ -92,7 +95,11 @@ class Journal:
             return not self.locked_out
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            before = _WRITERS.get(os.fspath(self.folder.resolve()))
+            if before is not None and before is not self:
+                before.hand_over()
             self._lock.acquire(timeout=0)
+            _WRITERS[os.fspath(self.folder.resolve())] = self
         except Timeout:
             self.locked_out = True
             logger.warning("kl-guard: another guard is writing %s; this one watches, but keeps no journal", self.folder)
@@ -157,6 +164,11 @@ class Journal:
             self._flush(sync=True)
         self._close_file()
         self._lock.release()
+
+    def hand_over(self) -> None:
+        """Stop writing: another journal of this process does, from now on."""
+        self.close()
+        self.locked_out = True
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -33,14 +33,14 @@ def describe(finding: Finding) -> str:
 def describe_decision(decision: Decision) -> str:
     """Return what the guard does about a finding, and where one can go back to."""
     if decision.action == "rollback" and decision.checkpoint is not None:
-        text = f"  going back to the checkpoint of step {decision.checkpoint.step}: {decision.checkpoint.path}"
+        text = f"going back to the checkpoint of step {decision.checkpoint.step}: {decision.checkpoint.path}"
     elif decision.checkpoint is not None:
         text = (
-            f"  halting. Last checkpoint from before the departure: {decision.checkpoint.path} "
-            f"(step {decision.checkpoint.step})"
+            f"halting. Last checkpoint from before the departure: {decision.checkpoint.path} "
+            f"(step {decision.checkpoint.step}); later ones are from the trouble"
         )
     else:
-        text = "  halting. No checkpoint from before the departure is known"
+        text = "halting. No checkpoint from before the departure is known"
     return f"{text}\n  {decision.note}" if decision.note else text
 
 

@@ -42,7 +42,6 @@ class Panel:
         ]
         self._quiet = SETTLING
         self._last: int | None = None
-        self._trusted: int | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[d.signature for d in self.detectors if d.active]})"
@@ -51,11 +50,6 @@ class Panel:
     def suspicion(self) -> bool:
         """Whether something that may become a blow-up was seen in the last 20 observations."""
         return self._quiet < SETTLING
-
-    @property
-    def trusted(self) -> int | None:
-        """While a suspicion stands: the last step before it."""
-        return self._trusted if self.suspicion else None
 
     @property
     def wrong_from_the_start(self) -> bool:
@@ -100,7 +94,7 @@ class Panel:
             detector.reset()
             if mid_run:
                 detector.resumed()
-        self._quiet, self._last, self._trusted = SETTLING, None, None
+        self._quiet, self._last = SETTLING, None
         recent = len(history) - SETTLING  # conditions before that cannot be felt any more
         for i, observation in enumerate(history):
             for detector in self.detectors:
@@ -124,8 +118,6 @@ class Panel:
 
     def _note_suspicion(self, step: int) -> None:
         if any(d.active for d in self.detectors if d.signature in _SUSPICIOUS):
-            if not self.suspicion:
-                self._trusted = self._last
             self._quiet = 0
         elif step != self._last:
             self._quiet += 1

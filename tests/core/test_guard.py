@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 
 import pytest
 
@@ -213,6 +214,7 @@ def save(guard, tmp_path, *steps):
     for step in steps:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir(exist_ok=True)
+        (folder / "weights").write_text("w")
         guard.checkpoint_saved(step, folder)
 
 
@@ -252,7 +254,7 @@ def test_checkpoints_that_rotation_took_are_not_named(tmp_path):
     """Only a folder that is there can be gone back to."""
     guard = KLGuard(announce=False)
     save(guard, tmp_path, 10, 20)
-    (tmp_path / "checkpoint-20").rmdir()
+    shutil.rmtree(tmp_path / "checkpoint-20")
     decision = feed(guard, blow_up())[-1]
     assert decision.checkpoint.step == 10
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,7 @@ def test_the_budget_survives_a_restart(tmp_path):
     """Attempt and rollbacks live in the journal, not in a checkpoint."""
     config = GuardConfig(action="rollback", max_rollbacks=1, grace=0)
     (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "weights").write_text("w")
     guard = KLGuard(config, output_dir=tmp_path, announce=False)
     feed(guard, [0.02] * 20)
     guard.checkpoint_saved(20, tmp_path / "checkpoint-20")
@@ -162,19 +165,63 @@ def test_resume_without_any_memory_is_said(tmp_path, caplog):
     assert not guard.observe(501, 0.4).findings
 
 
-def test_a_second_guard_in_the_folder_watches_without_files(tmp_path, caplog):
-    """Two writers would spoil each other's memory."""
-    first = KLGuard(output_dir=tmp_path)
+OTHER = """
+import sys
+from kl_guard import KLGuard
+guard = KLGuard(output_dir=sys.argv[1])
+guard.observe(1, 0.02)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_guard_of_another_process_in_the_folder(tmp_path, caplog):
+    """Two writers would spoil each other's memory: the second one watches without files."""
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "ready\n"
+        second = KLGuard(output_dir=tmp_path)
+        second.checkpoint_saved(1, tmp_path)
+        assert feed(second, blow_up()).action == "halt"
+        assert "another guard is writing" in caplog.text
+        assert len(recall(read_journal(journal_of(tmp_path))[0]).history) == 1
+        assert not (tmp_path / "kl_guard" / "pins").exists()
+        assert not (tmp_path / "kl_guard" / "incidents").exists()
+    finally:
+        other.communicate("\n")
+
+
+def test_a_newer_guard_of_the_same_process_takes_over(tmp_path):
+    """What an interrupted run left behind, in a notebook, must not lock the next one out."""
+    first = KLGuard(output_dir=tmp_path, announce=False)
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "weights").write_text("w")
     feed(first, [0.02] * 5)
-    second = KLGuard(output_dir=tmp_path)
-    assert feed(second, blow_up()).action == "halt"
-    assert "another guard is writing" in caplog.text
+    first.checkpoint_saved(5, tmp_path / "checkpoint-5")
+    first.checkpoints._pins.wait()
     first.observe(6, 0.02)
-    assert len(recall(read_journal(journal_of(tmp_path))[0]).history) == 6
-    first.close()
-    third = KLGuard(output_dir=tmp_path)
-    third.resumed(6)
-    assert len(third.history) == 6
+    second = KLGuard(output_dir=tmp_path, announce=False)
+    second.resumed(5)
+    second.observe(6, 0.03)
+    first.observe(7, 0.02)  # still alive, but no longer the one that writes
+    second.close()
+    memory = recall(read_journal(journal_of(tmp_path))[0])
+    assert list(memory.history.steps) == [1, 2, 3, 4, 5, 6]
+    assert memory.history[-1].kl_mean == 0.03
+    assert second.run_id == first.run_id
+    assert second.checkpoints.newest_before(6).path == str(tmp_path / "kl_guard" / "pins" / "step-5")
+
+
+@pytest.mark.parametrize(("after", "warned"), [(-2, False), (5, True)])
+def test_a_resume_into_the_trouble_is_said(tmp_path, caplog, after, warned):
+    """The newest checkpoint is what `resume_from_checkpoint=True` takes; it may be from after the departure."""
+    guard = KLGuard(output_dir=tmp_path)
+    decision = feed(guard, blow_up(start=40))
+    guard.close()
+    KLGuard(output_dir=tmp_path).resumed(decision.reason.departure_step + after)
+    assert ("an older checkpoint is from before it" in caplog.text) == warned
 
 
 def test_a_disk_that_refuses_and_then_takes_lines_again(tmp_path, caplog, monkeypatch):

@@ -2,10 +2,12 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from kl_guard import KLGuardHalted
 from kl_guard_trl import KLGuardCallback
@@ -35,7 +37,7 @@ def test_a_real_blow_up_is_halted(make_trainer, tmp_path, caplog):
     assert trainer.state.global_step == events.steps == reason.step <= 61
     assert reason.signature == "KL_BLOWUP"
     assert abs(reason.departure_step - 45) <= 5
-    assert guard.decision.checkpoint.path == str(tmp_path / "run" / "checkpoint-40")
+    assert guard.decision.checkpoint.path == str(tmp_path / "run" / "kl_guard" / "pins" / "step-40")
     assert reason.causes[0].name == "the learning rate was raised"
     text = caplog.text
     for part in (
@@ -316,3 +318,65 @@ def test_generation_boundaries(make_trainer, tmp_path, accumulation, generation,
     found = {int(p.name[5:]): json.loads((p / "kl_guard_manifest.json").read_text())["aligned"] for p in pins.iterdir()}
     assert found
     assert all(found[step] == (step in aligned) for step in found)
+
+
+class Uploader(TrainerCallback):
+    """Looks for a checkpoint where the trainer puts it, as callbacks do that upload it."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.found.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / "config.json").is_file())
+
+
+def test_callbacks_after_the_guard_find_what_was_saved(make_trainer, tmp_path):
+    """The halted state is put in its place only when every callback has seen the save."""
+    uploader = Uploader()
+    trainer = make_trainer([SetKL(explode), KLGuardCallback(), uploader], save_strategy="steps", save_steps=3)
+    trainer.train()
+    assert uploader.found == [True, True, True]  # steps 3 and 6, and the halted state
+    assert (tmp_path / "run" / "kl_guard" / "halted" / "step-8" / "config.json").is_file()
+    assert trainer.args.output_dir == str(tmp_path / "run")
+
+
+def test_the_checkpoint_named_outlives_training(make_trainer, tmp_path):
+    """Clean-up at the end of training deletes all but the best; what the guard names is still there."""
+    guard = KLGuardCallback()
+    trainer = make_trainer(
+        [SetKL(explode), guard],
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        eval_dataset=build_dataset(8),
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    trainer.train()
+    assert (Path(guard.decision.checkpoint.path) / "trainer_state.json").is_file()
+
+
+def test_a_log_of_the_user_does_not_count_as_the_trainers(make_trainer):
+    """A callback that logs by itself, and one that asks for a log twice in a step."""
+
+    class Chatty(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            control.should_log = True
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            trainer.log({"loss": 1.0, "kl": 0.01})
+
+    guard = KLGuardCallback()
+    trainer = make_trainer(
+        [Chatty(), guard],
+        max_steps=40,
+        eval_strategy="epoch",
+        per_device_eval_batch_size=8,
+        eval_dataset=build_dataset(8),
+    )
+    trainer.train()
+    assert [o.step for o in guard.guard.history] == list(range(1, 41))
+    assert not guard._log_due

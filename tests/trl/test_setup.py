@@ -248,7 +248,18 @@ def test_a_fault_in_any_method_of_the_guard(make_trainer, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "name", ["_start", "_find_checkpoints", "_observe", "_name_others", "_share", "_saved", "_finish"]
+    "name",
+    [
+        "_start",
+        "_find_checkpoints",
+        "_observe",
+        "_name_others",
+        "_adopt",
+        "_say_way_back",
+        "_finish_keeping",
+        "_saved",
+        "_finish",
+    ],
 )
 def test_a_fault_in_the_callback_itself(make_trainer, tmp_path, monkeypatch, caplog, name):
     """The same for the adapter's own parts; a stop that was agreed on is kept."""

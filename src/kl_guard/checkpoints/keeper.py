@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kl_guard.checkpoints.ledger import Ledger
+from kl_guard.checkpoints.ledger import Ledger, is_whole
 from kl_guard.checkpoints.pins import Pin, PinStore
 from kl_guard.checkpoints.retention import wanted
 from kl_guard.findings import Checkpoint
@@ -45,18 +45,19 @@ class Keeper:
             self._pins = PinStore(self._folder, run_id)
             self._pins.clean()
 
-    def saved(self, checkpoint: Checkpoint, *, aligned: bool = True, trusted: int | None = None) -> None:
+    def saved(self, checkpoint: Checkpoint, *, aligned: bool = True, suspicion: bool = False) -> None:
         """Take note of a checkpoint, pin it if it is calm, and let go of pins that are not needed any more.
 
-        `trusted` is the last step before the suspicion that stands now, if one does.
+        While a suspicion stands every pin is kept: how far back the trouble began is not known yet.
         """
         self._ledger.add(checkpoint)
         if self._pins is None:
             return
         if checkpoint.calm:
             self._pins.pin(checkpoint.step, Path(checkpoint.path), calm=True, aligned=aligned)
-        complete = [pin.step for pin in self._pins.pins()]  # one that is still being made replaces none that is
-        self._pins.keep_only(wanted(complete, checkpoint.step, trusted=trusted))
+        if not suspicion:
+            complete = [pin.step for pin in self._pins.pins()]  # one that is still being made replaces none that is
+            self._pins.keep_only(wanted(complete, checkpoint.step))
 
     def go_back(self, step: int) -> None:
         """Forget checkpoints and pins of later steps: the run has gone back behind them."""
@@ -66,20 +67,22 @@ class Keeper:
             self._pins.keep_only(pin.step for pin in self._pins.pins() if pin.step <= step)
 
     def newest_before(self, step: int) -> Checkpoint | None:
-        """Return the newest checkpoint of an earlier step that is there, or its pin where rotation has taken it.
+        """Return the newest checkpoint of an earlier step that one can go back to: its pin, or the original.
 
-        A pin's contents are compared with its manifest first; one that differs is left out, with a message.
+        The pin comes first, since rotation and clean-up at the end of training do not reach it. Its contents are
+        compared with its manifest, as are those of an original whose pin is damaged; what differs is left out.
         """
-        known = self._ledger.newest_before(step)
-        if self._pins is None:
-            return known
-        useful = range(known.step + 1 if known else 0, step)
-        if any(building in useful for building in self._pins.building):
+        if self._pins is not None and any(building < step for building in self._pins.building):
             self._pins.wait()
-        for pin in reversed(self._pins.pins()):
-            if pin.step in useful and self._pins.sound(pin):
+        pins = {pin.step: pin for pin in (self._pins.pins() if self._pins is not None else []) if pin.step < step}
+        originals = {checkpoint.step: checkpoint for checkpoint in self._ledger if checkpoint.step < step}
+        for candidate in sorted({*pins, *originals}, reverse=True):
+            pin, original = pins.get(candidate), originals.get(candidate)
+            if pin is not None and self._pins is not None and self._pins.sound(pin):
                 return self._as_checkpoint(pin)
-        return known
+            if original is not None and is_whole(original.path, pin.manifest if pin else None):
+                return original
+        return None
 
     def close(self) -> None:
         """Finish pins that were begun."""

@@ -1,10 +1,11 @@
-"""Which checkpoints a run has, and which of them one can go back to."""
+"""Which checkpoints a run has, and whether one is whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from kl_guard.checkpoints.manifest import Manifest
 from kl_guard.findings import Checkpoint
 
 
@@ -14,9 +15,9 @@ class Ledger:
     Examples
     --------
     >>> ledger = Ledger()
-    >>> ledger.add(Checkpoint(10, "."))
-    >>> ledger.newest_before(10), ledger.newest_before(11).step
-    (None, 10)
+    >>> ledger.add(Checkpoint(10, "checkpoint-10"))
+    >>> [checkpoint.step for checkpoint in ledger]
+    [10]
     """
 
     def __init__(self) -> None:
@@ -39,16 +40,17 @@ class Ledger:
         """Drop what was saved after `step`: the run has gone back behind it."""
         self._by_step = {s: c for s, c in self._by_step.items() if s <= step}
 
-    def newest_before(self, step: int) -> Checkpoint | None:
-        """Return the newest checkpoint of an earlier step whose folder is still there (rotation may have taken it)."""
-        for known in sorted(self._by_step, reverse=True):
-            if known < step and _is_there(self._by_step[known].path):
-                return self._by_step[known]
-        return None
 
+def is_whole(path: str, manifest: Manifest | None = None) -> bool:
+    """Return whether a checkpoint's folder is there and sound, as far as can be told.
 
-def _is_there(path: str) -> bool:
+    With a manifest every file is compared with it; without one no file may be empty, and there must be some.
+    """
+    folder = Path(path)
     try:
-        return Path(path).is_dir()
+        if manifest is not None:
+            return not any(manifest.problems(folder))
+        sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
     except (OSError, ValueError):  # a name that is too long, a network folder that has gone stale, ...
         return False
+    return bool(sizes) and all(sizes)

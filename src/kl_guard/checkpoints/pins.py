@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ logger = logging.getLogger("kl_guard")
 
 SMALL = 1 << 20  # bytes; smaller files are copied, since trainers rewrite them in place
 DRAFT = ".draft-"
+PROCESS = uuid.uuid4().hex[:8]  # told apart from earlier processes, whose number may have been the same
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 ROOM = 2  # checkpoints' worth of free space below which nothing is copied
 
@@ -67,7 +69,8 @@ class PinStore:
     def clean(self) -> None:
         """Remove what an interrupted process left half-built; put complete pins of other runs aside."""
         for draft in self.folder.glob(f"{DRAFT}*"):
-            shutil.rmtree(draft, ignore_errors=True)
+            if not draft.name.endswith(PROCESS):
+                shutil.rmtree(draft, ignore_errors=True)
         for path in self.folder.glob("step-*"):
             try:
                 owner = Manifest.read(path).run_id
@@ -83,7 +86,7 @@ class PinStore:
         """
         if step in self.building or (self.folder / f"step-{step}").exists():
             return False
-        draft = self.folder / f"{DRAFT}{step}-{os.getpid()}"
+        draft = self.folder / f"{DRAFT}{step}-{PROCESS}"
         held: dict[str, BinaryIO] = {}
         try:
             names = files_of(source)
@@ -138,7 +141,7 @@ class PinStore:
         wanted = set(steps)
         for pin in self.pins():
             if pin.step not in wanted:
-                doomed = pin.path.with_name(f"{DRAFT}{pin.step}-surplus-{os.getpid()}")
+                doomed = pin.path.with_name(f"{DRAFT}{pin.step}-surplus-{PROCESS}")
                 try:
                     pin.path.rename(doomed)
                 except OSError as error:
