@@ -113,7 +113,11 @@ def _times(factor: float) -> str:
 def _distance(steps: int) -> str:
     """Say where a step lies that is `steps` before the departure."""
     count = f"{abs(steps)} step{'s' if abs(steps) != 1 else ''}"
-    return "at the departure" if steps == 0 else f"{count} {'before' if steps > 0 else 'after'} the departure"
+    return (
+        "at the estimated departure"
+        if steps == 0
+        else f"{count} {'before' if steps > 0 else 'after'} the estimated departure"
+    )
 
 
 def _beta(case: Case) -> Scored | None:

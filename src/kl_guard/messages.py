@@ -37,7 +37,7 @@ def describe_decision(decision: Decision) -> str:
     elif decision.checkpoint is not None:
         text = (
             f"halting. Last checkpoint from before the departure: {decision.checkpoint.path} "
-            f"(step {decision.checkpoint.step}); later ones are from the trouble"
+            f"(step {decision.checkpoint.step}); later ones may be from the trouble"
         )
     else:
         text = "halting. No checkpoint from before the departure is known"
