@@ -275,8 +275,8 @@ class KLGuardCallback(TrainerCallback):
         if self.guard is not None and self.guard.rank == 0:
             logger.warning(
                 "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
-                "trainer.train(resume_from_checkpoint=%r) (True would take the newest checkpoint, which may be from the "
-                "trouble)",
+                "trainer.train(resume_from_checkpoint=%r) (True would take the newest checkpoint, maybe from the "
+                "trouble itself)",
                 backs[0]["path"],
             )
 
