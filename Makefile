@@ -38,9 +38,9 @@ test: $(READY) $(FLOOR_READY) ## Run all tests; those of TRL on the newest and o
 soak: $(READY) ## Run the long repeats as well.
 	$(BIN)/python -m pytest -m soak
 
-bench: $(READY) ## Print cost and detection beside the peers; SERIES=folder of labelled series.
+bench: $(READY) ## Print cost, and with SERIES=folder of labelled series detection, beside the peers.
 	$(BIN)/python benchmarks/cost.py
-	$(BIN)/python benchmarks/detection.py $(SERIES)
+	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 
 lint: $(READY) ## Check format and lint.
 	$(BIN)/ruff format --check .
