@@ -122,10 +122,7 @@ def as_step(value: object) -> int:
     ValueError
         Unless it is a whole number of at least 0.
     """
-    number = value if type(value) is int else as_number("step", value)
-    if number is None or not 0 <= number <= LARGEST_STEP or number != int(number):
-        raise ValueError(f"step must be a whole number of at least 0 (and at most 2**53), got {_short(value)}")
-    return int(number)
+    return _whole("step", value, 0)
 
 
 def as_window(value: object) -> int:
@@ -136,9 +133,13 @@ def as_window(value: object) -> int:
     ValueError
         Unless it is a whole number of at least 1.
     """
-    number = value if type(value) is int else as_number("window", value)
-    if number is None or not 1 <= number <= LARGEST_STEP or number != int(number):
-        raise ValueError(f"window must be a whole number of at least 1 (and at most 2**53), got {_short(value)}")
+    return _whole("window", value, 1)
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    number = value if type(value) is int else as_number(name, value)
+    if number is None or not least <= number <= LARGEST_STEP or number != int(number):
+        raise ValueError(f"{name} must be a whole number of at least {least} (and at most 2**53), got {_short(value)}")
     return int(number)
 
 

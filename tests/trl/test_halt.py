@@ -21,6 +21,15 @@ def explode(step):
     return None if step <= 5 else 1000.0 + step
 
 
+EVALUATES = {"per_device_eval_batch_size": 8, "eval_strategy": "steps"}
+KEEPS_THE_BEST = {
+    "save_strategy": "steps",
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+}
+
+
 def checkpoints(folder):
     return sorted(int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*"))
 
@@ -200,15 +209,11 @@ def test_the_best_checkpoint_is_not_lost(make_trainer, tmp_path):
     trainer = make_trainer(
         [SetKL(explode), guard],
         kind="rloo",
-        save_strategy="steps",
         save_steps=2,
-        save_total_limit=1,
-        eval_strategy="steps",
         eval_steps=2,
-        per_device_eval_batch_size=8,
         eval_dataset=build_dataset(8),
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
+        **EVALUATES,
+        **KEEPS_THE_BEST,
     )
     trainer.train()
     assert guard.halted
@@ -345,15 +350,11 @@ def test_the_checkpoint_named_outlives_training(make_trainer, tmp_path):
     guard = KLGuardCallback()
     trainer = make_trainer(
         [SetKL(explode), guard],
-        save_strategy="steps",
         save_steps=1,
-        save_total_limit=1,
-        eval_strategy="steps",
         eval_steps=1,
-        per_device_eval_batch_size=8,
         eval_dataset=build_dataset(8),
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
+        **EVALUATES,
+        **KEEPS_THE_BEST,
     )
     trainer.train()
     assert (Path(guard.decision.checkpoint.path) / "trainer_state.json").is_file()
