@@ -335,7 +335,7 @@ class KLGuardCallback(TrainerCallback):
 def _place_for(args: Any, state: TrainerState, model: Any) -> tuple[HaltedState, str]:
     """Return where the halted state goes, and why it cannot ("" where it can)."""
     kept = HaltedState(args, state)
-    return kept, kept.why_not(model) or ""
+    return kept, kept.why_not(model)
 
 
 def _training_logs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

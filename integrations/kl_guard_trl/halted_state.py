@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger("kl_guard")
+from kl_guard.paths import unused
 
 MOMENTS = 8  # bytes of optimizer state for each trained parameter: two Adam moments in float32
 SAFETY = 2.0
@@ -35,14 +34,13 @@ class HaltedState:
         self._redirected = False
         self.saved = False
 
-    def why_not(self, model: Any) -> str | None:
-        """Make the folder; return why the state cannot be kept there: too little space, or it cannot be written."""
+    def why_not(self, model: Any) -> str:
+        """Make the folder; return why the state cannot be kept there, "" where it can."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (Path(self._output_dir) / COMPLETIONS).is_dir():
-                (self.folder / COMPLETIONS).mkdir(
-                    exist_ok=True
-                )  # TRL writes there after on_log, where output_dir is then
+                # TRL writes them after on_log, to where output_dir points by then.
+                (self.folder / COMPLETIONS).mkdir(exist_ok=True)
             if not os.access(self.folder, os.W_OK):
                 return f"{self.folder} cannot be written"
             need = SAFETY * _bytes_of(model)
@@ -51,7 +49,7 @@ class HaltedState:
             return f"{self.folder} cannot be written ({error})"
         if free < need:
             return f"it may take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        return None
+        return ""
 
     def redirect(self) -> None:
         """Send what the trainer saves next to the folder of halted states."""
@@ -79,10 +77,8 @@ class HaltedState:
         self.restore()
         saved = self.folder / f"checkpoint-{step}"
         target = self.folder / f"step-{step}"
-        number = 1
-        while target.exists() and saved.exists():
-            number += 1
-            target = self.folder / f"step-{step}-{number}"
+        if saved.exists():
+            target = unused(target)
         if renames:
             if saved.exists():
                 saved.rename(target)

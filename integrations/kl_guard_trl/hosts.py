@@ -28,16 +28,26 @@ def kl_kind_of(args: Any) -> KLKind | None:
     return "k3"
 
 
+def _strategy(value: Any) -> str:
+    """Return the name of a logging or save strategy, which may be an enum."""
+    return str(getattr(value, "value", value))
+
+
+def _interval(args: Any, state: Any, name: str) -> int:
+    """Return `logging_steps` or `save_steps` in steps: it may be a share of the run, which the state has resolved."""
+    every = getattr(state, name, None) or getattr(args, name)
+    return int(every) if every >= 1 else max(1, int(state.max_steps * every))
+
+
 def steps_per_log(args: Any, state: Any) -> int:
     """Return how many steps one log averages; 0 where nothing is logged."""
-    strategy = str(getattr(args.logging_strategy, "value", args.logging_strategy))
+    strategy = _strategy(args.logging_strategy)
     if strategy == "no":
         return 0
     if strategy == "epoch":
         epochs = max(1, round(state.num_train_epochs or 1))
         return max(1, int(state.max_steps) // epochs)
-    every = getattr(state, "logging_steps", None) or args.logging_steps
-    return int(every) if every >= 1 else max(1, int(state.max_steps * every))
+    return _interval(args, state, "logging_steps")
 
 
 def limits(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
@@ -95,7 +105,7 @@ def on_generation_boundary(args: Any, step: int) -> bool:
 
 
 def _what_is_saved(args: Any, state: Any, pins: bool) -> Iterator[str]:
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    strategy = _strategy(args.save_strategy)
     if strategy == "no":
         yield (
             "save_strategy is 'no': no checkpoint is saved, so after a halt there is none to go back to (the state at "
@@ -112,8 +122,7 @@ def _what_is_saved(args: Any, state: Any, pins: bool) -> Iterator[str]:
         if limit == 1:
             yield f"save_total_limit is 1: the only checkpoint kept may be from after the departure{help_text}"
         return
-    every = getattr(state, "save_steps", None) or args.save_steps
-    every = int(every) if every >= 1 else max(1, int(state.max_steps * every))
+    every = _interval(args, state, "save_steps")
     if every >= state.max_steps:
         yield f"save_steps is {every} of {state.max_steps} steps: before the end there is no checkpoint to go back to"
     elif limit is not None and (limit == 1 or limit * every < NEEDED):

@@ -83,11 +83,8 @@ class KLGuard:
         self.rank = _rank_from_environment() if rank is None else rank
         self.folder = None if output_dir is None else Path(output_dir) / FOLDER
         self.expected_observations = expected_observations
-        self.run_id = ""
-        self.attempt = 0
         self.blind = False
-        self.findings: list[Finding] = []
-        self.history = History()
+        self._memory = Memory()
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
         self.checkpoints = Keeper(self.folder / "pins" if self.folder and self.config.pin_checkpoints else None)
@@ -95,15 +92,32 @@ class KLGuard:
         self._panel = Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
         self._begun = False
         self._standing: Decision | None = None
-        self._rollbacks = 0
         self._grace_left = 0
-        self._mid_run = False
-        self._since_rollback: int | None = None
         self._repeats = 0
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(observations={len(self.history)}, attempt={self.attempt}, level={self.level})"
+
+    @property
+    def run_id(self) -> str:
+        """Made at each fresh start; empty before."""
+        return self._memory.run_id or ""
+
+    @property
+    def attempt(self) -> int:
+        """0 for the run as started, one more for each rollback."""
+        return self._memory.attempt
+
+    @property
+    def history(self) -> History:
+        """The observations of the run so far."""
+        return self._memory.history
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was said in this attempt, in order."""
+        return self._memory.findings
 
     @property
     def suspicion(self) -> bool:
@@ -265,25 +279,19 @@ class KLGuard:
             )
             return self._decision(())
         self._begin()
-        told = observation
-        if last == observation.step:
-            observation = self.history[-1].merged(observation)
-            self.history.replace_last(observation)
-            self._repeats += 1
-            if self._repeats == STUCK:
-                self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
-        else:
-            self.history.append(observation)
-            self._repeats = 0
-        self._write("observation", {"attempt": self.attempt, **told.known()})
+        self._memory.observe(observation)
+        self._write("observation", {"attempt": self.attempt, **observation.known()})
+        self._repeats = self._repeats + 1 if last == observation.step else 0
+        if self._repeats:
+            observation = self.history[-1]  # with what was known of the step before
+        if self._repeats == STUCK:
+            self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
         findings = tuple(
             explain(replace(finding, attempt=self.attempt), self.history, token_mean=self.config.token_mean)
             for finding in self._panel.judge(observation, grace=self._grace_left > 0)
         )
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
-            if self._since_rollback is not None:
-                self._since_rollback += 1
         for finding in findings:
             self._report(finding)
         asking = [finding for finding in findings if self._panel.acts(finding)]
@@ -336,7 +344,7 @@ class KLGuard:
             return "halt", ""
         if self._panel.wrong_from_the_start and reason.signature != "KL_NONFINITE":
             return "halt", "not going back: the KL was this high from the first step, so no checkpoint is better"
-        if self._rollbacks >= self.config.max_rollbacks:
+        if self._memory.rollbacks >= self.config.max_rollbacks:
             return "halt", f"not going back: all {self.config.max_rollbacks} rollbacks are used up"
         if target is None:
             return "halt", "not going back: there is no checkpoint from before the departure"
@@ -354,7 +362,7 @@ class KLGuard:
         if self._begun:
             return
         self._begun = True
-        self.run_id = self.run_id or uuid.uuid4().hex[:12]
+        self._memory.run_id = _new_run_id()
         if self._journal is not None:
             self._journal.archive()
         self._write_run()
@@ -367,18 +375,15 @@ class KLGuard:
     def _remember(self, step: int, history: Iterable[Mapping[str, Any]] | None) -> Memory:
         """Return what is known up to `step`: from this process, else the journal, else the rows given."""
         if self._begun:
-            checkpoints = {c.step: c for c in self.checkpoints}
-            memory = Memory(self.run_id, self.attempt, self._rollbacks, self.history, list(self.findings), checkpoints)
-            memory.mid_run, memory.since_rollback = self._mid_run, self._since_rollback
-            memory.go_back(step)
-            return memory
+            self._memory.checkpoints = {c.step: c for c in self.checkpoints}
+            self._memory.go_back(step)
+            return self._memory
         self._begun = True
-        memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
+        self._memory = memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
         self._warn_of_trouble(memory.findings, step)
         memory.go_back(step)
         if memory.run_id is None:
-            memory.run_id = uuid.uuid4().hex[:12]
-            self.run_id = memory.run_id
+            memory.run_id = _new_run_id()
             self._write_run()
         if not len(memory.history):
             self._read_rows(memory, history or (), step)
@@ -416,10 +421,7 @@ class KLGuard:
 
     def _take_over(self, memory: Memory) -> None:
         """Become what `memory` says; detectors read its history again, without saying anything."""
-        self.run_id = memory.run_id or self.run_id
-        self.attempt, self._rollbacks = memory.attempt, memory.rollbacks
-        self.history, self.findings = memory.history, memory.findings
-        self._mid_run, self._since_rollback = memory.mid_run, memory.since_rollback
+        self._memory = memory
         self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
         self._standing = None
         self._repeats = 0
@@ -450,6 +452,10 @@ class KLGuard:
         if doing not in self._warned:
             self._warned.add(doing)
             logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
+
+
+def _new_run_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _rank_from_environment() -> int:

@@ -14,6 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from kl_guard.paths import safe_name, unused
+
 logger = logging.getLogger("kl_guard")
 
 _to_line = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str).encode
@@ -125,15 +127,9 @@ class Journal:
         if not self.path.exists() or not self.acquire():
             return
         run_id = next((str(r["run_id"]) for r in self.read() if r["type"] == "run" and "run_id" in r), "unknown")
-        safe = "".join(c for c in run_id if c.isalnum() or c == "-")[:64] or "unknown"
-        target = self.folder / f"journal-{safe}.jsonl"
-        number = 1
-        while target.exists():
-            number += 1
-            target = self.folder / f"journal-{safe}-{number}.jsonl"
         try:
             self._close_file()
-            self.path.rename(target)
+            self.path.rename(unused(self.folder / f"journal-{safe_name(run_id)}.jsonl"))
         except OSError as error:
             self._complain(error)
 

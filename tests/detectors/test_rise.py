@@ -80,7 +80,9 @@ def test_after_going_back_nothing_of_the_dropped_part_is_left(config, values, ke
         went_back.critical()
         if step <= keep:
             fresh.push(Observation(step, kl_mean=value))
-    went_back.truncate(keep)
+    went_back.reset()  # as the guard goes back: forget, and read again what is kept
+    for step, value in enumerate(values[:keep], start=1):
+        went_back.push(Observation(step, kl_mean=value))
     for step, value in enumerate(after, start=keep + 1):
         for monitor in (went_back, fresh):
             monitor.push(Observation(step, kl_mean=value))

@@ -79,15 +79,15 @@ class Manifest:
                 raise ValueError(f"{folder / NAME} names a file outside of its folder: {name}")
         return manifest
 
-    def problems(self, folder: Path, *, contents: bool = True) -> Iterator[str]:
-        """Yield what is wrong with the files in `folder`, each with its path; `contents` compares checksums too."""
+    def problems(self, folder: Path) -> Iterator[str]:
+        """Yield what is wrong with the files in `folder`, each with its path."""
         for name, record in self.files.items():
             path = folder / name
             try:
                 size = path.stat().st_size
                 if size != record.size:
                     yield f"{path} has {size} bytes instead of {record.size}"
-                elif contents and checksum(path) != record.sha256:
+                elif checksum(path) != record.sha256:
                     yield f"{path} does not match its checksum"
             except FileNotFoundError:
                 yield f"{path} is missing"

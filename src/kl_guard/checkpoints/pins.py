@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kl_guard.checkpoints.manifest import FileRecord, Manifest, checksum, files_of, sync
+from kl_guard.paths import safe_name, unused
 
 logger = logging.getLogger("kl_guard")
 
@@ -151,15 +152,10 @@ class PinStore:
 
     def _put_aside(self, path: Path, owner: str) -> None:
         """Move a pin that is not of this run to `<folder>/of-<run id>/`: it is not ours to delete."""
-        safe = "".join(c for c in owner if c.isalnum() or c == "-")[:64] or "unknown"
-        target = self.folder / f"of-{safe}" / path.name
-        number = 1
-        while target.exists():
-            number += 1
-            target = target.with_name(f"{path.name}-{number}")
+        target = self.folder / f"of-{safe_name(owner)}" / path.name
         try:
             target.parent.mkdir(exist_ok=True)
-            path.rename(target)
+            path.rename(unused(target))
         except OSError as error:
             self._say("aside", f"{path}, a pin of another run, cannot be put aside: {error}")
 

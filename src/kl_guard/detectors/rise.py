@@ -6,7 +6,7 @@ Both signatures judge the same series with the same rule at two levels, so they 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -141,15 +141,6 @@ class RiseMonitor:
     def position(self, step: int) -> int:
         """Return the position of the first number observed at `step` or later."""
         return bisect_left(self.steps, step)
-
-    def truncate(self, step: int) -> None:
-        """Forget what came after `step`."""
-        length = bisect_right(self.steps, step)
-        if length < len(self.steps):
-            del self.steps[length:]
-            self.series.truncate(length)
-            for level in (self._critical, self._growth):
-                level.last_above = next((i for i in range(length - 1, -1, -1) if self._above(i, level)), -1)
 
     def reset(self) -> None:
         """Forget everything."""
