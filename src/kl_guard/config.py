@@ -83,9 +83,19 @@ class GuardConfig:
     )
     max_rollbacks: int = _knob(2, "Rollbacks before the guard halts instead. At least 0.")
     rollback_margin: int = _knob(0, "Steps to stay further behind the departure when going back. At least 0.")
+    lr_factor: float = _knob(
+        0.5, "Learning rate after the first rollback, as a share of the original; squared after the second. Above 0."
+    )
+    beta_factor: float = _knob(
+        2.0, "KL penalty after the first rollback, as a multiple of the original; squared after the second. Above 0."
+    )
+    new_noise: bool = _knob(True, "Sample other completions after a rollback, from its first step on.")
     grace: int = _knob(5, "Observations after a rollback in which only KL_NONFINITE acts. At least 0.")
     pin_checkpoints: bool = _knob(
         True, "Keep copies of calm checkpoints (hard links where possible) that the trainer's rotation cannot delete."
+    )
+    pin_start: bool = _knob(
+        True, "With action 'rollback', keep the state at the start too: trouble may begin before the first checkpoint."
     )
     save_halted: bool = _knob(
         True, "Keep the state at a halt in <output_dir>/kl_guard/halted/, where space allows, so that no work is lost."
@@ -99,7 +109,7 @@ class GuardConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name in ("robust", "pin_checkpoints", "save_halted"):
+        for name in ("robust", "new_noise", "pin_checkpoints", "pin_start", "save_halted"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -161,4 +171,6 @@ _NUMBERS: dict[str, tuple[str, float, float, tuple[float, ...]]] = {
     "alpha": ("a number above 0 and below 1", 0, 1, ()),
     "cold_factor": ("a finite number of at least 1", 1, math.inf, (1,)),
     "hard_ceiling": ("a number above 0", 0, math.inf, (math.inf,)),
+    "lr_factor": ("a finite number above 0", 0, math.inf, ()),
+    "beta_factor": ("a finite number above 0", 0, math.inf, ()),
 }

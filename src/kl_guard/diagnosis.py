@@ -206,6 +206,16 @@ def _mismatch(case: Case) -> Scored | None:
     )
 
 
+def _not_restored(case: Case) -> Scored | None:
+    evidence = case.finding.evidence
+    return 0.5, Cause(
+        "going back did not bring everything back",
+        f"KL is {evidence.get('median_kl', math.nan):.3g}, and was {evidence.get('recorded_kl', math.nan):.3g} there",
+        "check that the sampler (vLLM, SGLang) scores and samples with the restored weights, that the reference is the "
+        "one of before, and that no callback puts other values back",
+    )
+
+
 def _overflow(case: Case) -> Scored | None:
     largest = max(_finite(case.history.column("kl_max")), default=None)
     infinite = math.inf in case.history.column("kl_mean") or math.inf in case.history.column("kl_max")
@@ -239,4 +249,5 @@ _RULES: dict[str, tuple[Callable[[Case], Scored | None], ...]] = {
     "KL_GROWTH": (_beta, _learning_rate, _reference, _reward),
     "KL_NONFINITE": (_overflow, _learning_rate, _beta, _batch, _bad_data),
     "REFERENCE_MISMATCH": (_mismatch,),
+    "RESTORED_KL_HIGH": (_not_restored,),
 }

@@ -99,11 +99,31 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of the run: the step it was saved at, its folder, and whether no suspicion stood then."""
+    """A checkpoint of the run.
+
+    `step` is where it was saved, `path` its folder, `calm` whether no suspicion stood then, `aligned` whether the
+    framework resumes from it exactly, `attempt` the attempt it belongs to. `facts` is what an adapter noted of the state
+    that was saved, to compare a restored one with.
+    """
 
     step: int
     path: str
     calm: bool = True
+    aligned: bool = True
+    attempt: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Rebuild a checkpoint from plain values, as `asdict` gives them; those of older journals have fewer."""
+        return cls(
+            step=int(data["step"]),
+            path=str(data["path"]),
+            calm=bool(data["calm"]),
+            aligned=bool(data.get("aligned", True)),
+            attempt=int(data.get("attempt", 0)),
+            facts=dict(data.get("facts") or {}),
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from kl_guard import incidents
 from kl_guard._version import __version__
 from kl_guard.checkpoints import Keeper
 from kl_guard.config import GuardConfig
+from kl_guard.decisions import choose
 from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
-from kl_guard.memory import Memory, recall
+from kl_guard.memory import Changes, Failure, Memory, recall
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import METRICS, Observation, as_number, as_step, as_window
 from kl_guard.panel import Panel
@@ -87,7 +88,7 @@ class KLGuard:
         self._memory = Memory()
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
-        self.checkpoints = Keeper(self.folder / "pins" if self.folder and self.config.pin_checkpoints else None)
+        self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
         warmup = self.config.warmup_of(expected_observations)
         self._panel = Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
         self._begun = False
@@ -178,17 +179,38 @@ class KLGuard:
             self._fail("observing a step")
             return self._standing or Decision()  # what was decided before stands
 
-    def checkpoint_saved(self, step: Any, path: str | os.PathLike[str], *, aligned: bool = True) -> None:
+    def checkpoint_saved(
+        self,
+        step: Any,
+        path: str | os.PathLike[str],
+        *,
+        aligned: bool = True,
+        facts: Mapping[str, Any] | None = None,
+        take: bool = False,
+    ) -> None:
         """Say that a complete checkpoint of `step` lies in the folder `path`.
 
         It is pinned: kept in `<output_dir>/kl_guard/pins/` out of reach of the trainer's rotation, as long as it may be
-        needed. `aligned=False` says that the framework cannot resume from it exactly.
+        needed.
+
+        Parameters
+        ----------
+        step, path:
+            Which checkpoint it is, and its folder.
+        aligned:
+            False where the framework cannot resume from it exactly: then it is preferred less.
+        facts:
+            What is to be compared after going back to it, as plain values (see `facts_of`).
+        take:
+            Whether the folder was made for the guard alone, and may become the pin itself.
         """
         try:
-            checkpoint = Checkpoint(as_step(step), os.fsdecode(path), calm=not self.suspicion)
+            calm = not self.suspicion
+            checkpoint = Checkpoint(as_step(step), os.fsdecode(path), calm, aligned, self.attempt, dict(facts or {}))
             self._begin()
             self._write("checkpoint", asdict(checkpoint), sync=True)
-            self.checkpoints.saved(checkpoint, aligned=aligned, suspicion=self.suspicion)
+            self._memory.checkpoints[checkpoint.step] = checkpoint
+            self.checkpoints.saved(checkpoint, suspicion=self.suspicion, take=take)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
         except Exception:
@@ -197,33 +219,115 @@ class KLGuard:
     def resumed(self, step: Any, history: Iterable[Mapping[str, Any]] | None = None) -> None:
         """Say that the run goes on from a checkpoint of `step`; what was observed later is dropped.
 
-        A halt that stood is over; if what led to it still holds after `grace` observations, it is said again. In a new
-        process the guard rebuilds its memory from the journal, or from `history` (rows with `step` and
-        metrics, such as the trainer's log history) where there is no journal.
+        Later checkpoints of the run are moved to `<output_dir>/kl_guard/quarantine/`. A halt that stood is over; if
+        what led to it still holds after `grace` observations, it is said again. In a new process the guard rebuilds its
+        memory from the journal, or from `history` (rows with `step` and metrics, such as the trainer's log history)
+        where there is no journal.
         """
         try:
             step = as_step(step)
-            self._take_over(self._remember(step, history))
-            self.checkpoints.go_back(step)
+            self._remember(step, history)
+            self._take_over(step)
             self._write("resume", {"step": step, "time": time.time()}, sync=True)
         except ValueError as error:
             self._warn_once("resumed", f"the resume is not taken in: {error}")
         except Exception:
             self._fail("resuming")
 
+    def recover(self) -> bool:
+        """Read the journal of an earlier process; return whether that one decided to go back and did not get to it.
+
+        Then `decision` says so again, and `go_back` and `rolled_back` finish it. Before anything is observed.
+        """
+        try:
+            if self._begun or self.folder is None:
+                return False
+            memory = recall(Journal(self.folder).read())
+            if memory.pending is None or memory.run_id is None:
+                return False
+            target = memory.checkpoints.get(memory.pending) or Checkpoint(memory.pending, "")
+            self._begun, self._memory = True, memory
+            self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
+            reason = next((f for f in reversed(memory.findings) if self._panel.acts(f)), None)
+            self._standing = Decision("rollback", (), target, reason, "decided before the process ended")
+        except Exception:
+            self._fail("reading what an earlier process had decided")
+            return False
+        return True
+
+    def go_back(
+        self, folder_of: Callable[[int], Path] | None = None, present: Mapping[int, Path] | None = None
+    ) -> Checkpoint | None:
+        """Make the files ready for the rollback that was decided, and return the checkpoint to restore.
+
+        Later checkpoints are moved aside, so that "resume from the last checkpoint" finds this one. Call `rolled_back`
+        next, then restore. None, and a decision to halt, where there is nothing sound to go back to any more.
+
+        Parameters
+        ----------
+        folder_of:
+            Where the framework looks for the checkpoint of a step. Where rotation has taken it from there, the pin is
+            put back.
+        present:
+            Checkpoints that lie there, by step; those the guard was not told of are moved aside too.
+        """
+        try:
+            standing = self._standing
+            if standing is None or standing.action != "rollback" or standing.checkpoint is None:
+                return None
+            target = self.checkpoints.newest_before(standing.checkpoint.step + 1)
+            if target is None:
+                self.give_up("the checkpoint that was to be gone back to is not sound any more")
+                return None
+            for step, path in sorted((present or {}).items(), reverse=True):
+                if step > target.step:
+                    self.checkpoints.move_aside(path, self.attempt)
+            if folder_of is not None:
+                self.checkpoints.provide(target, folder_of(target.step), self.attempt)
+        except Exception:
+            self._fail("making the files ready for going back")
+            return None
+        return target
+
     def rolled_back(self, to_step: Any) -> None:
-        """Say that the loop has restored the checkpoint of `to_step`, as a decision "rollback" asked: a new attempt."""
+        """Say that the checkpoint of `to_step` is being restored, as a decision "rollback" asked: a new attempt."""
         try:
             to_step = as_step(to_step)
-            memory = self._remember(to_step, None)
-            memory.roll_back(to_step, memory.attempt + 1)
-            self._take_over(memory)
-            self.checkpoints.go_back(to_step)
+            self._remember(None, None)
+            self._take_over(to_step, new_attempt=True)
             self._write("rollback", {"to_step": to_step, "attempt": self.attempt, "time": time.time()}, sync=True)
         except ValueError as error:
             self._warn_once("rolled_back", f"the rollback is not taken in: {error}")
         except Exception:
             self._fail("rolling back")
+
+    @property
+    def changes(self) -> Changes | None:
+        """What the present attempt does otherwise than the run as started; None where that is still to be settled."""
+        return self._memory.changes.get(self.attempt)
+
+    def changes_in(self, checkpoint: Checkpoint | None) -> Changes:
+        """Return what a checkpoint holds already of what attempts did otherwise."""
+        return self._memory.changes.get(0 if checkpoint is None else checkpoint.attempt) or Changes()
+
+    def changed(self, changes: Changes) -> None:
+        """Say what the present attempt does otherwise; a resumed run does the same."""
+        try:
+            self._memory.changes[self.attempt] = changes
+            self._write("change", {"attempt": self.attempt, **asdict(changes)}, sync=True)
+        except Exception:
+            self._fail("noting what was changed")
+
+    def give_up(self, why: str) -> None:
+        """Halt instead of going back, or after it: a check failed, and `why` names it."""
+        try:
+            standing = self._standing or Decision()
+            self._standing = decision = replace(standing, action="halt", note=why)
+            self._write("decision", {"time": time.time(), "action": "halt", "note": why, "step": self._last_step()})
+            if self._announces:
+                logger.error("kl-guard: halting: %s", decision.note)
+        except Exception:
+            self._fail("giving up")
 
     def adopt(self, reason: Finding) -> None:
         """Take over the finding for which another process of the run decided to act."""
@@ -309,9 +413,14 @@ class KLGuard:
         """Decide, once: the decision stands until the loop has gone back or resumed, whatever else fails here."""
         self._standing = Decision("halt", (), None, reason)
         target = self._target(reason)
-        action, note = self._choose(reason, target)
+        hopeless = self._panel.wrong_from_the_start
+        action, note = choose(self.config, self._memory, reason, target, hopeless=hopeless)
         self._standing = decision = Decision(action, (), target, reason, note)
-        self._write("decision", {"time": time.time(), "action": action, "note": note, "step": reason.step}, sync=True)
+        to_step = target.step if target is not None and action == "rollback" else None
+        failure = Failure(reason.signature, reason.step, reason.departure_step)
+        self._memory.decide(failure, to_step)
+        facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
+        self._write("decision", {"time": time.time(), **facts}, sync=True)
         written = self._write_incident(decision)
         if self._announces:
             logger.error("kl-guard: %s", describe_decision(decision))
@@ -324,7 +433,7 @@ class KLGuard:
         index = self.history.index(departure)
         first = self.history[index].first_step if index < len(self.history) else departure
         try:
-            return self.checkpoints.newest_before(first - 1 - self.config.rollback_margin)
+            return self.checkpoints.newest_before(first - 1 - self.config.rollback_margin, now=reason.step)
         except Exception:
             self._fail("looking for a checkpoint")
             return None
@@ -338,17 +447,6 @@ class KLGuard:
         except OSError as error:
             self._warn_once("incident", f"the incident could not be written: {error}")
             return None
-
-    def _choose(self, reason: Finding, target: Checkpoint | None) -> tuple[Any, str]:
-        if self.config.action == "halt":
-            return "halt", ""
-        if self._panel.wrong_from_the_start and reason.signature != "KL_NONFINITE":
-            return "halt", "not going back: the KL was this high from the first step, so no checkpoint is better"
-        if self._memory.rollbacks >= self.config.max_rollbacks:
-            return "halt", f"not going back: all {self.config.max_rollbacks} rollbacks are used up"
-        if target is None:
-            return "halt", "not going back: there is no checkpoint from before the departure"
-        return "rollback", ""
 
     def _decision(self, findings: tuple[Finding, ...]) -> Decision:
         if self._standing is None:
@@ -372,19 +470,20 @@ class KLGuard:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
         self._write("run", {"time": time.time(), **facts}, sync=True)
 
-    def _remember(self, step: int, history: Iterable[Mapping[str, Any]] | None) -> Memory:
-        """Return what is known up to `step`: from this process, else the journal, else the rows given."""
+    def _remember(self, step: int | None, history: Iterable[Mapping[str, Any]] | None) -> None:
+        """Know what was: from this process, else the journal, else the rows given, up to `step`."""
         if self._begun:
-            self._memory.checkpoints = {c.step: c for c in self.checkpoints}
-            self._memory.go_back(step)
-            return self._memory
+            return
         self._begun = True
         self._memory = memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
-        self._warn_of_trouble(memory.findings, step)
-        memory.go_back(step)
+        if step is not None:
+            self._warn_of_trouble(memory.findings, step)
         if memory.run_id is None:
             memory.run_id = _new_run_id()
             self._write_run()
+        if step is None:
+            return
+        memory.history.truncate(step)
         if not len(memory.history):
             self._read_rows(memory, history or (), step)
         if not len(memory.history) and step > 0:
@@ -393,7 +492,6 @@ class KLGuard:
                 "no memory",
                 f"resumed at step {step} without a journal or log history: the baseline begins anew",
             )
-        return memory
 
     def _warn_of_trouble(self, findings: Iterable[Finding], step: int) -> None:
         """Say that a run is resumed from weights that the trouble had reached already."""
@@ -413,24 +511,33 @@ class KLGuard:
                 memory.observe(Observation.from_mapping(row, row.get("step"), row.get("window", 1)))
             except ValueError as error:
                 self._warn_once("row", f"a row of the log history is left out: {error}")
-        memory.go_back(step)
+        memory.history.truncate(step)
         if len(memory.history):
             self._write("resume", {"step": 0, "time": time.time()})  # nothing that the journal had before counts
         for past in memory.history:
             self._write("observation", {"attempt": memory.attempt, **past.known()})
 
-    def _take_over(self, memory: Memory) -> None:
-        """Become what `memory` says; detectors read its history again, without saying anything."""
-        self._memory = memory
-        self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
+    def _take_over(self, step: int, *, new_attempt: bool = False) -> None:
+        """Go on from `step`; detectors read the history again, without saying anything."""
+        memory = self._memory
+        known = {**memory.checkpoints, **{checkpoint.step: checkpoint for checkpoint in self.checkpoints}}
+        self.checkpoints.begin(self.run_id, known.values(), writes=self._writes())
+        self.checkpoints.go_back(step, self.attempt)
+        if new_attempt:
+            memory.roll_back(step, self.attempt + 1)
+        else:
+            memory.go_back(step)
         self._standing = None
         self._repeats = 0
         said = [finding for finding in self.findings if finding.attempt == self.attempt]
-        self._panel.restore(self.history, said, mid_run=memory.mid_run)
+        self._panel.restore(self.history, said, mid_run=memory.mid_run, returned=memory.returned)
         acted = any(self._panel.acts(finding) for finding in said)
         self._grace_left = self.config.grace if acted else 0
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
+
+    def _last_step(self) -> int:
+        return self.history.steps[-1] if len(self.history) else 0
 
     def _writes(self) -> bool:
         """Whether this guard is the one that writes the folder."""

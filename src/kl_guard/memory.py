@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +12,40 @@ from kl_guard.findings import Checkpoint, Finding
 from kl_guard.history import History
 from kl_guard.observation import Observation
 
+NEAR = 5  # observations around a checkpoint whose median is its recorded KL
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What an attempt does otherwise: factors on the learning rate and on beta, relative to the run as started."""
+
+    learning_rate: float = 1.0
+    beta: float = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended an attempt: the finding's signature, its step, and the departure where it has one."""
+
+    signature: str
+    step: int
+    departure: int | None
+
+
+@dataclass(frozen=True)
+class Return:
+    """A rollback that was made: to which step, and the KL that was recorded there (None where none was)."""
+
+    step: int
+    recorded_kl: float | None
+
 
 @dataclass
 class Memory:
     """The state of a run that its journal's records add up to; going back takes later steps away.
 
     `mid_run` says that the history does not reach back to the beginning of the run, `since_rollback` how many
-    observations there were since the last rollback.
+    observations there were since the last rollback, `pending` to which step a rollback was decided and not made yet.
     """
 
     run_id: str | None = None
@@ -25,23 +54,37 @@ class Memory:
     history: History = field(default_factory=History)
     findings: list[Finding] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    changes: dict[int, Changes] = field(default_factory=lambda: {0: Changes()})
     unreadable: int = 0
     mid_run: bool = False
     since_rollback: int | None = None
+    returned: Return | None = None
+    pending: int | None = None
 
     def go_back(self, step: int) -> None:
         """Forget what came after `step`."""
         self.history.truncate(step)
         self.findings = [f for f in self.findings if f.step <= step]
         self.checkpoints = {s: c for s, c in self.checkpoints.items() if s <= step}
+        self.pending = None
+        if self.returned is not None and step < self.returned.step:
+            self.returned = None
 
     def roll_back(self, step: int, attempt: int) -> None:
         """Begin a new attempt from `step`: findings are said anew."""
+        self.returned = Return(step, self._recorded_kl(step))
         self.go_back(step)
         self.attempt = attempt
         self.rollbacks += 1
         self.findings = []
         self.since_rollback = 0
+
+    def decide(self, failure: Failure, to_step: int | None) -> None:
+        """Note a decision to act; with `to_step` the failure counts when another one comes at the same step."""
+        self.pending = to_step
+        if to_step is not None:
+            self.failures.append(failure)
 
     def observe(self, observation: Observation) -> None:
         """Add an observation: equal steps merge, smaller ones do not count."""
@@ -53,6 +96,12 @@ class Memory:
                 self.since_rollback += 1
         elif observation.step == self.history.steps[-1]:
             self.history.replace_last(self.history[-1].merged(observation))
+
+    def _recorded_kl(self, step: int) -> float | None:
+        """Return the KL of the weights at `step`: those that the next observation shows, and the ones before it."""
+        until = self.history.index(step + 1) + 1
+        kl = [value for value in self.history.column("kl_mean")[max(0, until - NEAR) : until] if math.isfinite(value)]
+        return statistics.median(kl) if kl else None
 
 
 def recall(records: Iterable[Mapping[str, Any]]) -> Memory:
@@ -75,10 +124,19 @@ def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
     elif kind == "finding":
         memory.findings.append(Finding.from_dict(record["finding"]))
     elif kind == "checkpoint":
-        step = int(record["step"])
-        memory.checkpoints[step] = Checkpoint(step, str(record["path"]), bool(record["calm"]))
+        checkpoint = Checkpoint.from_dict(record)
+        memory.checkpoints[checkpoint.step] = checkpoint
     elif kind == "resume":
         memory.go_back(int(record["step"]))
         memory.mid_run = memory.mid_run or (not len(memory.history) and int(record["step"]) > 0)
     elif kind == "rollback":
         memory.roll_back(int(record["to_step"]), int(record["attempt"]))
+    elif kind == "change":
+        changes = Changes(float(record["learning_rate"]), float(record["beta"]))
+        memory.changes[int(record["attempt"])] = changes
+    elif kind == "decision":
+        departure, to_step = record.get("departure"), record.get("to_step")
+        failure = Failure(
+            str(record.get("signature")), int(record["step"]), None if departure is None else int(departure)
+        )
+        memory.decide(failure, None if to_step is None else int(to_step))

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from kl_guard.config import GuardConfig
-from kl_guard.detectors import Detector, KLBlowup, KLGrowth, KLMissing, KLNonfinite, ReferenceMismatch, RiseMonitor
+from kl_guard.detectors import (
+    Detector,
+    KLBlowup,
+    KLGrowth,
+    KLMissing,
+    KLNonfinite,
+    ReferenceMismatch,
+    RestoredKL,
+    RiseMonitor,
+)
 from kl_guard.findings import Finding, Severity
 from kl_guard.history import History
+from kl_guard.memory import Return
 from kl_guard.observation import Observation
 from kl_guard.stats import HorizonWindow
 
@@ -33,12 +43,14 @@ class Panel:
         self._on_fault = on_fault
         self._monitor = RiseMonitor(config, warmup)
         self._mismatch = ReferenceMismatch(config)
+        self._restored = RestoredKL(config)
         self.detectors: list[Detector] = [
             KLBlowup(config, self._monitor),
             KLGrowth(config, self._monitor),
             KLNonfinite(config),
             KLMissing(),
             self._mismatch,
+            self._restored,
         ]
         self._quiet = SETTLING
         self._last: int | None = None
@@ -84,16 +96,21 @@ class Panel:
         self._note_suspicion(observation.step)
         return findings
 
-    def restore(self, history: History, said: Iterable[Finding], *, mid_run: bool) -> None:
+    def restore(
+        self, history: History, said: Iterable[Finding], *, mid_run: bool, returned: Return | None = None
+    ) -> None:
         """Read a history again without saying anything.
 
         `said` are the findings of this attempt so far: they are not repeated, unless they lead to an action, since what
-        they led to is over. `mid_run` says that the history does not begin with the run.
+        they led to is over. `mid_run` says that the history does not begin with the run, `returned` to where the run was
+        taken back last.
         """
         for detector in self.detectors:
             detector.reset()
             if mid_run:
                 detector.resumed()
+        if returned is not None:
+            self._restored.expect(returned.step, returned.recorded_kl)
         self._quiet, self._last = SETTLING, None
         recent = len(history) - SETTLING  # conditions before that cannot be felt any more
         for i, observation in enumerate(history):

@@ -26,7 +26,8 @@ def checkpoint(folder, step, size=LARGE * 2):
     """Make a checkpoint with a large file, small ones, and a sub-folder."""
     path = folder / f"checkpoint-{step}"
     (path / "sub").mkdir(parents=True)
-    (path / "model.safetensors").write_bytes(os.urandom(size))
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(size))
     (path / "optimizer.pt").write_bytes(os.urandom(size))
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (path / "sub" / "shard-0").write_bytes(os.urandom(10))
@@ -135,16 +136,16 @@ DAMAGES = {
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "sub/shard-0"])
 def test_a_damaged_pin_is_never_offered(tmp_path, caplog, damage, name):
     """The older sound one is, and the message names the file."""
-    keeper = Keeper(tmp_path / "pins")
+    keeper = Keeper(tmp_path / "kl_guard")
     keeper.begin("run-a")
     for step in (10, 20):
         keeper.saved(Checkpoint(step, str(checkpoint(tmp_path, step))))
     keeper.close()
     for step in (10, 20):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
-    damage(tmp_path / "pins" / "step-20" / name)
+    damage(tmp_path / "kl_guard" / "pins" / "step-20" / name)
     assert keeper.newest_before(30).step == 10
-    assert str(tmp_path / "pins" / "step-20" / name) in caplog.text
+    assert str(tmp_path / "kl_guard" / "pins" / "step-20" / name) in caplog.text
 
 
 OUTSIDE = {"run_id": "run-a", "step": 10, "calm": True, "aligned": True, "source": ""}
@@ -182,13 +183,13 @@ def test_only_surplus_pins_are_deleted(store, tmp_path):
     store.wait()
     (store.folder / "notes.txt").write_text("mine")
     store.keep_only([20])
-    assert sorted(p.name for p in store.folder.iterdir()) == ["notes.txt", "step-20"]
+    assert sorted(p.name for p in store.folder.iterdir()) == ["manifests", "notes.txt", "step-20"]
     assert all((tmp_path / f"checkpoint-{step}" / "model.safetensors").exists() for step in (10, 20, 30))
 
 
 def test_the_caller_waits_for_links_only(tmp_path):
     """Pinning returns while checksums are still being taken."""
-    store = PinStore(tmp_path / "pins", "run-a", small=LARGE)
+    store = PinStore(tmp_path / "kl_guard" / "pins", "run-a", small=LARGE)
     source = checkpoint(tmp_path, 10, size=1 << 26)
     began = time.perf_counter()
     store.pin(10, source, calm=True)
@@ -214,7 +215,7 @@ def test_there_is_always_a_pin_of_every_age(every, saves):
 
 def test_under_a_suspicion_every_pin_is_kept(tmp_path):
     """How far back the trouble began is not known yet; afterwards thinning goes on."""
-    keeper = Keeper(tmp_path / "pins")
+    keeper = Keeper(tmp_path / "kl_guard")
     keeper.begin("run-a")
     for step in range(10, 110, 10):
         keeper.saved(Checkpoint(step, str(checkpoint(tmp_path, step, 100))))
@@ -255,7 +256,7 @@ def test_a_slow_blow_up_leaves_a_way_back(tmp_path, every, growth, start):
 
 def test_going_back_drops_what_came_later(tmp_path):
     """Pins of the abandoned branch must not be offered, and their steps can be pinned again."""
-    keeper = Keeper(tmp_path / "pins")
+    keeper = Keeper(tmp_path / "kl_guard")
     keeper.begin("run-a")
     for step in (10, 20):
         keeper.saved(Checkpoint(step, str(checkpoint(tmp_path, step))))
@@ -270,11 +271,11 @@ def test_going_back_drops_what_came_later(tmp_path):
 
 def test_what_is_not_calm_is_noted_but_not_pinned(tmp_path):
     """A checkpoint from under a suspicion is no way back worth keeping."""
-    keeper = Keeper(tmp_path / "pins")
+    keeper = Keeper(tmp_path / "kl_guard")
     keeper.begin("run-a")
     keeper.saved(Checkpoint(10, str(checkpoint(tmp_path, 10)), calm=False))
     keeper.close()
-    assert not (tmp_path / "pins").exists()
+    assert not (tmp_path / "kl_guard" / "pins").exists()
     assert keeper.newest_before(20).step == 10
 
 
@@ -293,12 +294,12 @@ def test_an_original_that_is_not_whole_is_passed_over(tmp_path):
 
 def test_an_original_stands_in_for_its_damaged_pin(tmp_path, caplog):
     """Where the original still matches the manifest."""
-    keeper = Keeper(tmp_path / "pins")
+    keeper = Keeper(tmp_path / "kl_guard")
     keeper.begin("run-a")
     source = checkpoint(tmp_path, 10)
     keeper.saved(Checkpoint(10, str(source)))
-    assert keeper.newest_before(20).path == str(tmp_path / "pins" / "step-10")
-    (tmp_path / "pins" / "step-10" / "trainer_state.json").write_text("{}")
+    assert keeper.newest_before(20).path == str(tmp_path / "kl_guard" / "pins" / "step-10")
+    (tmp_path / "kl_guard" / "pins" / "step-10" / "trainer_state.json").write_text("{}")
     assert keeper.newest_before(20).path == str(source)
     (source / "trainer_state.json").write_text("{}")
     assert keeper.newest_before(20) is None
@@ -314,7 +315,7 @@ sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
 from test_pins import checkpoint
 import shutil
 root = Path(sys.argv[1])
-keeper = Keeper(root / "pins")
+keeper = Keeper(root / "kl_guard")
 keeper.begin("run-a")
 known = []
 for step in range(10, 100000, 10):
@@ -342,12 +343,12 @@ def kill_at_random(tmp_path, repeats):
         run.send_signal(signal.SIGKILL)
         run.wait()
         run.stdout.close()
-        store = PinStore(root / "pins", "run-a")
+        store = PinStore(root / "kl_guard" / "pins", "run-a")
         store.clean()
         pins = store.pins()
         assert len(pins) >= 2, repeat
         assert all(store.sound(pin) for pin in pins), repeat
-        assert not list((root / "pins").glob(".draft-*"))
+        assert not list((root / "kl_guard" / "pins").glob(".draft-*"))
         shutil.rmtree(root)
 
 

@@ -160,7 +160,7 @@ METHODS = {
 }
 PARTS = [
     "_read", "_observe", "_begin", "_write", "_report", "_stand", "_decision", "_remember",
-    "_read_rows", "_target", "_write_incident", "_take_over", "_choose", "_write_run",
+    "_read_rows", "_target", "_write_incident", "_take_over", "_target", "_write_run",
 ]  # fmt: skip
 
 
@@ -265,13 +265,40 @@ def test_rollback_is_asked_for_until_the_budget_is_spent(tmp_path):
     save(guard, tmp_path, 10, 30)
     actions = []
     for attempt in range(3):
-        decision = feed(guard, blow_up()[30:] if attempt else blow_up(), start=31 if attempt else 1)[-1]
+        values = blow_up(start=40 + 10 * attempt, length=100)
+        decision = feed(guard, values[30:] if attempt else values, start=31 if attempt else 1)[-1]
         actions.append((decision.action, guard.attempt, decision.reason.attempt))
         if decision.action == "rollback":
             assert decision.checkpoint.step == 30
             guard.rolled_back(decision.checkpoint.step)
     assert actions == [("rollback", 0, 0), ("rollback", 1, 1), ("halt", 2, 2)]
-    assert "all 2 rollbacks are used up" in decision.note
+    assert "all 2 rollbacks are used up (earlier failures: at step 40, at step 50)" in decision.note
+
+
+def test_a_second_failure_at_the_same_step_halts(tmp_path):
+    """Whatever was changed: the cause is in the data, a schedule or the code, and going back again would not help."""
+    guard = KLGuard(GuardConfig(action="rollback", max_rollbacks=5, grace=0), announce=False)
+    save(guard, tmp_path, 30)
+    assert feed(guard, blow_up())[-1].action == "rollback"
+    guard.rolled_back(30)
+    decision = feed(guard, blow_up(start=42, growth=1.4)[30:], start=31)[-1]
+    assert decision.action == "halt"
+    assert "at step 40 it had failed before" in decision.note
+
+
+@pytest.mark.parametrize(("again", "action"), [(45, "halt"), (46, "rollback")])
+def test_a_second_nan_halts_only_at_the_same_step(tmp_path, again, action):
+    """A NaN batch comes back at exactly its step; another one is another failure."""
+    guard = KLGuard(GuardConfig(action="rollback", max_rollbacks=5, grace=0), announce=False)
+    save(guard, tmp_path, 30)
+    for first, at in ((1, 45), (31, again)):
+        for step in range(first, at):
+            guard.observe(step, 0.02, grad_norm=0.1)
+        decision = guard.observe(at, math.nan, grad_norm=math.nan, loss=math.nan)
+        if first == 1:
+            assert decision.action == "rollback"
+            guard.rolled_back(30)
+    assert decision.action == action
 
 
 def test_rollback_without_a_checkpoint_halts_and_says_so():

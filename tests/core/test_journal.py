@@ -123,7 +123,7 @@ def test_the_budget_survives_a_restart(tmp_path):
     again.resumed(20)
     assert again.attempt == 1
     assert [c.step for c in again.checkpoints] == [20]
-    decision = feed(again, blow_up()[20:], start=21)
+    decision = feed(again, blow_up(start=60, length=100)[20:], start=21)
     assert decision.action == "halt"
     assert "used up" in decision.note
 

@@ -33,7 +33,7 @@ def test_every_signature_has_a_row():
     shown = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
     known = {d.signature for d in KLGuard()._panel.detectors}
     assert shown == known
-    assert len(known) == len([name for name in detectors if name.startswith(("KL", "Reference"))])
+    assert len(known) == len([name for name in detectors if name.startswith(("KL", "Reference", "Restored"))])
 
 
 def test_the_knobs_named_exist():

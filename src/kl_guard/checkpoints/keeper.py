@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kl_guard.checkpoints.ledger import Ledger, is_whole
+from kl_guard.checkpoints.ledger import Ledger
 from kl_guard.checkpoints.pins import Pin, PinStore
+from kl_guard.checkpoints.quarantine import Quarantine
 from kl_guard.checkpoints.retention import wanted
+from kl_guard.checkpoints.soundness import problems
 from kl_guard.findings import Checkpoint
+
+logger = logging.getLogger("kl_guard")
+
+DETOUR = 1.5  # how many times as far one goes back for a checkpoint from which the framework resumes exactly
 
 
 class Keeper:
@@ -19,13 +26,18 @@ class Keeper:
     Parameters
     ----------
     folder:
-        Where pins are kept; None for a run without files, or a process that does not write: then it only takes note.
+        The guard's folder, for `pins/` and `quarantine/`; None for a run without files.
+    pins:
+        Whether checkpoints are pinned.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, pins: bool = True) -> None:
         self._folder = folder
+        self._pinning = pins
         self._ledger = Ledger()
         self._pins: PinStore | None = None
+        self._quarantine: Quarantine | None = None
+        self._said: set[str] = set()
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._ledger)
@@ -34,62 +46,141 @@ class Keeper:
         return f"{type(self).__name__}({self._ledger!r})"
 
     def begin(self, run_id: str, known: Iterable[Checkpoint] = (), *, writes: bool = True) -> None:
-        """Begin or take over a run; `known` are its checkpoints so far. Without `writes` nothing is pinned."""
+        """Begin or take over a run; `known` are its checkpoints so far. Without `writes` nothing is pinned or moved."""
         self._ledger = Ledger()
         for checkpoint in known:
             self._ledger.add(checkpoint)
         if self._folder is None or not writes:
             return
-        if self._pins is None or self._pins.run_id != run_id:
+        self._quarantine = Quarantine(self._folder / "quarantine", within=self._folder.parent)
+        if self._pinning and (self._pins is None or self._pins.run_id != run_id):
             self.close()
-            self._pins = PinStore(self._folder, run_id)
+            self._pins = PinStore(self._folder / "pins", run_id)
             self._pins.clean()
 
-    def saved(self, checkpoint: Checkpoint, *, aligned: bool = True, suspicion: bool = False) -> None:
+    def get(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of a step, as it was noted."""
+        return self._ledger.get(step)
+
+    def saved(self, checkpoint: Checkpoint, *, suspicion: bool = False, take: bool = False) -> None:
         """Take note of a checkpoint, pin it if it is calm, and let go of pins that are not needed any more.
 
-        While a suspicion stands every pin is kept: how far back the trouble began is not known yet.
+        While a suspicion stands every pin is kept: how far back the trouble began is not known yet. With `take` the
+        folder itself becomes the pin.
         """
         self._ledger.add(checkpoint)
         if self._pins is None:
             return
         if checkpoint.calm:
-            self._pins.pin(checkpoint.step, Path(checkpoint.path), calm=True, aligned=aligned)
+            source = Path(checkpoint.path)
+            self._pins.pin(checkpoint.step, source, calm=True, aligned=checkpoint.aligned, take=take)
         if not suspicion:
             complete = [pin.step for pin in self._pins.pins()]  # one that is still being made replaces none that is
             self._pins.keep_only(wanted(complete, checkpoint.step))
 
-    def go_back(self, step: int) -> None:
-        """Forget checkpoints and pins of later steps: the run has gone back behind them."""
+    def go_back(self, step: int, attempt: int = 0) -> None:
+        """Forget checkpoints and pins of later steps, and move them aside: the run has gone back behind them.
+
+        They would be found by "resume from the last checkpoint", and saving the same steps again would write into them.
+        """
+        later = [checkpoint for checkpoint in self._ledger if checkpoint.step > step]
         self._ledger.forget_after(step)
         if self._pins is not None:
             self._pins.wait()
-            self._pins.keep_only(pin.step for pin in self._pins.pins() if pin.step <= step)
+            for pin in self._pins.forget_after(step):
+                self._aside(pin.path, attempt, f"pin-{pin.step}")
+        for checkpoint in reversed(later):
+            self._aside(Path(checkpoint.path), attempt)
 
-    def newest_before(self, step: int) -> Checkpoint | None:
+    def move_aside(self, path: Path, attempt: int) -> None:
+        """Move one checkpoint aside that the ledger does not know."""
+        self._aside(path, attempt)
+
+    def provide(self, checkpoint: Checkpoint, target: Path, attempt: int) -> None:
+        """See to it that `target` holds the checkpoint: "resume from the last checkpoint" is to find it there.
+
+        What lies there and is not the same is moved aside, and the pin put in its place.
+        """
+        pin = self._pin_of(checkpoint.step)
+        if pin is None or self._quarantine is None or self._pins is None:
+            return
+        if target.exists():
+            if not any(problems(target, pin.manifest)):
+                return
+            self._aside(target, attempt)
+        try:
+            self._pins.provide(pin, target)
+        except OSError as error:
+            logger.warning("kl-guard: the pin of step %d cannot be put back as %s: %s", pin.step, target, error)
+            return
+        noted = self._ledger.get(checkpoint.step)
+        self._ledger.add(replace(noted or checkpoint, path=os.fspath(target)))
+
+    def newest_before(self, step: int, now: int | None = None) -> Checkpoint | None:
         """Return the newest checkpoint of an earlier step that one can go back to: its pin, or the original.
 
         The pin comes first, since rotation and clean-up at the end of training do not reach it. Its contents are
-        compared with its manifest, as are those of an original whose pin is damaged; what differs is left out.
+        compared with its manifest, as are those of an original that was pinned once; what differs is left out. A
+        checkpoint from which the framework does not resume exactly is taken where an exact one lies more than one and
+        a half times as far back, seen from `now`.
         """
         if self._pins is not None and any(building < step for building in self._pins.building):
             self._pins.wait()
-        pins = {pin.step: pin for pin in (self._pins.pins() if self._pins is not None else []) if pin.step < step}
-        originals = {checkpoint.step: checkpoint for checkpoint in self._ledger if checkpoint.step < step}
-        for candidate in sorted({*pins, *originals}, reverse=True):
-            pin, original = pins.get(candidate), originals.get(candidate)
-            if pin is not None and self._pins is not None and self._pins.sound(pin):
-                return self._as_checkpoint(pin)
-            if original is not None and is_whole(original.path, pin.manifest if pin else None):
-                return original
-        return None
+        candidates = self._sound_before(step)
+        first = next(candidates, None)
+        if first is None or first.aligned:
+            return first
+        at = step if now is None else now
+        exact = next((c for c in candidates if c.aligned), None)
+        return exact if exact is not None and at - exact.step <= DETOUR * (at - first.step) else first
 
     def close(self) -> None:
         """Finish pins that were begun."""
         if self._pins is not None:
             self._pins.close()
 
+    def _sound_before(self, step: int) -> Iterator[Checkpoint]:
+        """Yield the sound checkpoints of earlier steps, the newest first."""
+        pins = {pin.step: pin for pin in (self._pins.pins() if self._pins is not None else []) if pin.step < step}
+        originals = {checkpoint.step: checkpoint for checkpoint in self._ledger if checkpoint.step < step}
+        for candidate in sorted({*pins, *originals}, reverse=True):
+            pin, original = pins.get(candidate), originals.get(candidate)
+            if pin is not None and self._pins is not None and self._pins.sound(pin):
+                yield self._as_checkpoint(pin)
+            elif original is not None and self._whole(original):
+                yield original
+
+    def _whole(self, original: Checkpoint) -> bool:
+        path = Path(original.path)
+        if not _is_there(path):
+            return False  # taken by rotation: nothing to say about it
+        manifest = self._pins.manifest_of(original.step, path) if self._pins is not None else None
+        wrong = list(problems(path, manifest))
+        for text in wrong:
+            if text not in self._said:
+                self._said.add(text)
+                logger.warning("kl-guard: the checkpoint of step %d is not used: %s", original.step, text)
+        return not wrong
+
+    def _pin_of(self, step: int) -> Pin | None:
+        pins = self._pins.pins() if self._pins is not None else []
+        return next((pin for pin in pins if pin.step == step and self._pins and self._pins.sound(pin)), None)
+
+    def _aside(self, path: Path, attempt: int, name: str | None = None) -> None:
+        moved = self._quarantine.take(path, attempt, name=name) if self._quarantine is not None else None
+        if moved is not None:
+            logger.warning("kl-guard: %s, from after step gone back to, is now %s", path, moved)
+
     def _as_checkpoint(self, pin: Pin) -> Checkpoint:
-        noted = next((c for c in self._ledger if c.step == pin.step), None)
         path = os.fspath(pin.path)
-        return Checkpoint(pin.step, path, pin.manifest.calm) if noted is None else replace(noted, path=path)
+        noted = self._ledger.get(pin.step)
+        if noted is not None:
+            return replace(noted, path=path)
+        return Checkpoint(pin.step, path, pin.manifest.calm, pin.manifest.aligned)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that is too long, or none at all
+        return False

@@ -1,11 +1,9 @@
-"""Which checkpoints a run has, and whether one is whole."""
+"""Which checkpoints a run has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from kl_guard.checkpoints.manifest import Manifest
 from kl_guard.findings import Checkpoint
 
 
@@ -32,6 +30,10 @@ class Ledger:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(steps={sorted(self._by_step)})"
 
+    def get(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of a step."""
+        return self._by_step.get(step)
+
     def add(self, checkpoint: Checkpoint) -> None:
         """Take in a checkpoint that was saved or found."""
         self._by_step[checkpoint.step] = checkpoint
@@ -39,18 +41,3 @@ class Ledger:
     def forget_after(self, step: int) -> None:
         """Drop what was saved after `step`: the run has gone back behind it."""
         self._by_step = {s: c for s, c in self._by_step.items() if s <= step}
-
-
-def is_whole(path: str, manifest: Manifest | None = None) -> bool:
-    """Return whether a checkpoint's folder is there and sound, as far as can be told.
-
-    With a manifest every file is compared with it; without one no file may be empty, and there must be some.
-    """
-    folder = Path(path)
-    try:
-        if manifest is not None:
-            return not any(manifest.problems(folder))
-        sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    except (OSError, ValueError):  # a name that is too long, a network folder that has gone stale, ...
-        return False
-    return bool(sizes) and all(sizes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from kl_guard.checkpoints.manifest import NAME as MANIFEST
 from kl_guard.checkpoints.manifest import FileRecord, Manifest, checksum, files_of, sync
 from kl_guard.paths import safe_name, unused
 
@@ -20,6 +21,7 @@ logger = logging.getLogger("kl_guard")
 
 SMALL = 1 << 20  # bytes; smaller files are copied, since trainers rewrite them in place
 DRAFT = ".draft-"
+KNOWN = "manifests"  # of pins that are gone, as long as the original is there
 PROCESS = uuid.uuid4().hex[:8]  # told apart from earlier processes, whose number may have been the same
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 ROOM = 2  # checkpoints' worth of free space below which nothing is copied
@@ -80,10 +82,11 @@ class PinStore:
             if owner != self.run_id:
                 self._put_aside(path, owner)
 
-    def pin(self, step: int, source: Path, *, calm: bool, aligned: bool = True) -> bool:
+    def pin(self, step: int, source: Path, *, calm: bool, aligned: bool = True, take: bool = False) -> bool:
         """Begin to pin the checkpoint in `source`; return whether it is being done.
 
         Costs the caller a link, or the opening of a file, per file. A step that is pinned already is left as it is.
+        With `take` the folder itself becomes the pin: it was made for that.
         """
         if step in self.building or (self.folder / f"step-{step}").exists():
             return False
@@ -94,9 +97,12 @@ class PinStore:
             if not names:
                 raise FileNotFoundError(f"{source} holds no files")
             draft.mkdir(parents=True)
-            for name in names:
-                self._hold(source / name, draft / name, name, held)
-            self._check_room(source, held)
+            if take:
+                source.rename(draft)  # takes the place of an empty folder
+            else:
+                for name in names:
+                    self._hold(source / name, draft / name, name, held)
+                self._check_room(source, held)
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {source} is not pinned: {error}", str(error.errno))
             return False
@@ -138,17 +144,79 @@ class PinStore:
         return not wrong
 
     def keep_only(self, steps: Iterable[int]) -> None:
-        """Delete the complete pins of this run whose step is not among `steps`: only the guard's own surplus."""
+        """Delete the complete pins of this run whose step is not among `steps`: only the guard's own surplus.
+
+        Their manifests stay, as long as the originals do, to tell whether one of those is sound.
+        """
         wanted = set(steps)
         for pin in self.pins():
             if pin.step not in wanted:
                 doomed = pin.path.with_name(f"{DRAFT}{pin.step}-surplus-{PROCESS}")
                 try:
                     pin.path.rename(doomed)
+                    self._keep_manifest(doomed, pin.manifest)
                 except OSError as error:
                     self._say("surplus", f"surplus pin {pin.path} cannot be removed: {error}")
                     continue
                 shutil.rmtree(doomed, ignore_errors=True)
+
+    def manifest_of(self, step: int, source: Path) -> Manifest | None:
+        """Return the manifest of a checkpoint in `source` that was pinned once; None where it never was."""
+        for folder in (self.folder / f"step-{step}", self.folder / KNOWN / f"step-{step}"):
+            try:
+                manifest = Manifest.read(folder)
+            except (OSError, ValueError):
+                continue
+            if manifest.run_id == self.run_id and Path(manifest.source) == source:
+                return manifest
+        return None
+
+    def provide(self, pin: Pin, target: Path) -> None:
+        """Make a checkpoint again out of a pin, in `target`, by one rename: links where possible, copies elsewhere.
+
+        Raises
+        ------
+        OSError
+            If that cannot be done; nothing is left in `target` then.
+        """
+        draft = target.with_name(f"{DRAFT}{target.name}-{PROCESS}")
+        try:
+            for name in pin.manifest.files:
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                if pin.manifest.files[name].size >= self._small:
+                    try:
+                        os.link(pin.path / name, draft / name)
+                        continue
+                    except OSError as error:
+                        if error.errno not in NO_LINKS:
+                            raise
+                shutil.copyfile(pin.path / name, draft / name)
+                sync(draft / name)
+            draft.rename(target)
+            sync(target.parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def forget_after(self, step: int) -> list[Pin]:
+        """Drop what is known of later steps; return the pins of them, which are for the caller to move away."""
+        for known in (self.folder / KNOWN).glob("step-*"):
+            if known.name.removeprefix("step-").isdigit() and int(known.name.removeprefix("step-")) > step:
+                shutil.rmtree(known, ignore_errors=True)
+        return [pin for pin in self.pins() if pin.step > step]
+
+    def _keep_manifest(self, doomed: Path, manifest: Manifest) -> None:
+        folder = self.folder / KNOWN
+        for known in folder.glob("step-*"):
+            try:
+                gone = not Path(Manifest.read(known).source).exists()
+            except (OSError, ValueError):
+                gone = True
+            if gone:
+                shutil.rmtree(known, ignore_errors=True)
+        if Path(manifest.source).exists():
+            keep = folder / f"step-{manifest.step}"
+            keep.mkdir(parents=True, exist_ok=True)
+            (doomed / MANIFEST).replace(keep / MANIFEST)
 
     def _put_aside(self, path: Path, owner: str) -> None:
         """Move a pin that is not of this run to `<folder>/of-<run id>/`: it is not ours to delete."""

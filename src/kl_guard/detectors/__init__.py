@@ -6,6 +6,7 @@ from kl_guard.detectors.kl_growth import KLGrowth
 from kl_guard.detectors.kl_missing import KLMissing
 from kl_guard.detectors.kl_nonfinite import KLNonfinite
 from kl_guard.detectors.reference_mismatch import ReferenceMismatch
+from kl_guard.detectors.restored_kl import RestoredKL
 from kl_guard.detectors.rise import Rise, RiseMonitor
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "KLMissing",
     "KLNonfinite",
     "ReferenceMismatch",
+    "RestoredKL",
     "Rise",
     "RiseMonitor",
 ]

@@ -1,0 +1,76 @@
+"""What is wrong with a checkpoint's files, as far as can be told without its manifest."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kl_guard.checkpoints.manifest import Manifest
+
+_LENGTH = 8  # bytes at the head of a safetensors file that hold the length of its header
+
+
+def problems(folder: Path, manifest: Manifest | None = None) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint, each with the path of the file.
+
+    With a manifest every file is compared with it. Without one there must be files, none may be empty, and those that
+    say what is in them are asked: safetensors for its length, what torch saves for its checksums, JSON for being JSON.
+    """
+    try:
+        if manifest is not None:
+            yield from manifest.problems(folder)
+            return
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        if not files:
+            yield f"{folder} is missing or empty"
+        for file in files:
+            why = _problem(file)
+            if why:
+                yield f"{file} {why}"
+    except (OSError, ValueError) as error:  # a name that is too long, a network folder that has gone stale, ...
+        yield f"{folder} cannot be read ({error})"
+
+
+def _problem(file: Path) -> str:
+    size = file.stat().st_size
+    if size == 0:
+        return "is empty"
+    if file.suffix == ".safetensors":
+        return _safetensors_problem(file, size)
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text())
+        except (ValueError, RecursionError):
+            return "is no JSON"
+    elif file.suffix in {".pt", ".pth", ".bin"}:
+        return _zip_problem(file)
+    return ""
+
+
+def _safetensors_problem(file: Path, size: int) -> str:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH), "little")
+        if length + _LENGTH > size:
+            return f"is cut short: {size} bytes, and its header alone takes {length}"
+        try:
+            header = json.loads(opened.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return "has no readable header"
+    needed = _LENGTH + length + max(ends, default=0)
+    return "" if size == needed else f"has {size} bytes instead of {needed}"
+
+
+def _zip_problem(file: Path) -> str:
+    """Return what is wrong with a file of `torch.save`, which is a zip archive since torch 1.6."""
+    with file.open("rb") as opened:
+        if opened.read(2) != b"PK":
+            return ""  # an older format, or somebody else's: nothing to compare with
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        return f"is damaged ({error})"
+    return f"is damaged (in {broken})" if broken else ""

@@ -1,0 +1,74 @@
+"""What to do about a finding: halt, or go back, and why not."""
+
+from __future__ import annotations
+
+from kl_guard.config import GuardConfig
+from kl_guard.detectors import RestoredKL
+from kl_guard.findings import Checkpoint, Finding, Step
+from kl_guard.history import History
+from kl_guard.memory import Failure, Memory
+
+SAME = 3  # observations between two departures that count as the same place: an estimate may be that far off
+
+def choose(
+    config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, *, hopeless: bool
+) -> tuple[Step, str]:
+    """Return what to do about `reason`, and why it is not what was configured ("" where it is).
+
+    Parameters
+    ----------
+    config, memory:
+        The knobs, and what is known of the run.
+    reason:
+        The finding that asks for an action.
+    target:
+        The checkpoint to go back to, where there is one.
+    hopeless:
+        Whether KL was this high from the first step on, so that no checkpoint is better.
+    """
+    if config.action != "rollback":
+        return "halt", ""
+    why = _why_not_back(config, memory, reason, target, hopeless)
+    return ("halt", f"not going back: {why}") if why else ("rollback", "")
+
+
+def _why_not_back(
+    config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, hopeless: bool
+) -> str:
+    again = same_place(memory.failures, reason, memory.history)
+    if reason.signature == RestoredKL.signature:
+        return "the check of the first KL failed: it is still far above what was recorded at that checkpoint"
+    if hopeless and reason.signature != "KL_NONFINITE":
+        return "the KL was this high from the first step, so no checkpoint is better"
+    if again is not None:
+        return (
+            f"{place_of(again)} it had failed before, and it did so again in spite of the rollback: the cause is in the "
+            f"data of that step, in a schedule, or in the code. Look at that batch (and leave it out), and at what "
+            f"changes there"
+        )
+    if memory.rollbacks >= config.max_rollbacks:
+        spent = ", ".join(place_of(failure) for failure in memory.failures[-config.max_rollbacks :])
+        return f"all {config.max_rollbacks} rollbacks are used up" + (f" (earlier failures: {spent})" if spent else "")
+    if target is None:
+        return "there is no checkpoint from before the departure"
+    return ""
+
+
+def same_place(failures: list[Failure], reason: Finding, history: History) -> Failure | None:
+    """Return an earlier failure at the same step: the same departure as far as it can be told, or the same alarm."""
+    index = history.index(reason.step)
+    window = history[index].window if index < len(history) else 1
+    for failure in reversed(failures):
+        exact = failure.signature == reason.signature == "KL_NONFINITE"  # a bad batch: there is nothing to estimate
+        if exact or failure.departure is None or reason.departure_step is None:
+            same = failure.step == reason.step
+        else:
+            same = abs(failure.departure - reason.departure_step) <= SAME * window
+        if same:
+            return failure
+    return None
+
+
+def place_of(failure: Failure) -> str:
+    """Return where an attempt failed, in words."""
+    return f"at step {failure.step if failure.departure is None else failure.departure}"
