@@ -14,5 +14,6 @@ except ModuleNotFoundError as err:
     ) from err
 
 from kl_guard_trl.callback import KLGuardCallback
+from kl_guard_trl.changes import RollbackContext
 
-__all__ = ["KLGuardCallback"]
+__all__ = ["KLGuardCallback", "RollbackContext"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
-import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,36 +13,32 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kl_guard import Checkpoint, Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
-from kl_guard_trl import ranks
+from kl_guard_trl import hosts, internals, ranks
+from kl_guard_trl.attach import Reentry
 from kl_guard_trl.halted_state import HaltedState
-from kl_guard_trl.hosts import kl_kind_of, limits, on_generation_boundary, steps_per_log
+from kl_guard_trl.way_back import OnRollback, WayBack, checkpoints_in
 
 logger = logging.getLogger("kl_guard")
 
 T = TypeVar("T")
-_KEYS = {
-    "kl": "kl_mean",
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "entropy": "entropy",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
-}
 _IN_CHARGE: weakref.WeakValueDictionary[int, KLGuardCallback] = weakref.WeakValueDictionary()
 
 
 class KLGuardCallback(TrainerCallback):
-    """Watches the KL that a `GRPOTrainer` or `RLOOTrainer` logs, and halts the run when it blows up.
+    """Watches the KL that a `GRPOTrainer` or `RLOOTrainer` logs, and halts the run or takes it back when it blows up.
 
     On a halt training stops at that very step on all ranks, the save and the evaluation due in it are called off (they
     would put a bad checkpoint in the place of a good one), and the state is kept in `<output_dir>/kl_guard/halted/`.
-    Whatever goes wrong inside the guard, training goes on.
+    With `action="rollback"` and `attach`, training goes on from the checkpoint before the trouble instead, with what
+    `lr_factor`, `beta_factor` and `new_noise` say. Whatever goes wrong inside the guard, training goes on.
 
     Parameters
     ----------
     config:
         The knobs; defaults where None.
+    on_rollback:
+        Called with a `RollbackContext` after each rollback, to change what is to be done otherwise in the place of
+        `lr_factor`, `beta_factor` and `new_noise`.
     **overrides:
         Single knobs by name, such as `action="warn"`.
 
@@ -54,6 +48,8 @@ class KLGuardCallback(TrainerCallback):
         Whether the guard stopped the last run: look at it before the model is saved or pushed.
     decision:
         The decision that stopped it, with the finding in `.reason` and the way back in `.checkpoint`.
+    rollbacks:
+        The decisions to go back in the last run, in order.
     guard:
         The `KLGuard` of the run, with all findings; None before training.
 
@@ -65,20 +61,54 @@ class KLGuardCallback(TrainerCallback):
         Out of `trainer.train()` after a halt, with `on_halt="raise"`.
     """
 
-    def __init__(self, config: GuardConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, config: GuardConfig | None = None, *, on_rollback: OnRollback | None = None, **overrides: Any
+    ) -> None:
         self.config = GuardConfig.build(config, **overrides)
+        if on_rollback is not None and not callable(on_rollback):
+            raise TypeError(f"on_rollback must be a function of one argument, or None, got {on_rollback!r}")
         self.guard: KLGuard | None = None
         self.halted = False
         self.decision = Decision()
+        self.rollbacks: list[Decision] = []
+        self._on_rollback = on_rollback
+        self._way: WayBack | None = None
         self._state: TrainerState | None = None
         self._idle = False
         self._fresh = False
         self._log_due = False
         self._wants_halt = False
+        self._goes_back = False
+        self._begun = False
         self._last_logged = 0
         self._decided_at = -1
         self._kept: HaltedState | None = None
         self._faults: set[str] = set()
+
+    def attach(self, trainer: Any) -> KLGuardCallback:
+        """Let the guard take this trainer's run back by itself: from now on `trainer.train()` returns when it is over.
+
+        Adds the callback to the trainer where it is not in it. Needed for `action="rollback"`. Where this trainer
+        cannot be taken back the start of training says why, and the guard halts instead.
+
+        Raises
+        ------
+        TypeError
+            For something that is no trainer.
+        ValueError
+            If it is attached to another trainer already.
+        """
+        if not hasattr(trainer, "callback_handler") or not callable(getattr(trainer, "train", None)):
+            raise TypeError(f"attach needs a trainer of TRL or transformers, got {type(trainer).__name__}")
+        if self._way is not None:
+            if self._way.trainer is not trainer:
+                raise ValueError("this KLGuardCallback is attached to another trainer; make one for each")
+            return self
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        self._way = WayBack(trainer, self.config, self._on_rollback)
+        Reentry(self, trainer)
+        return self
 
     # What the trainer calls. The guard's own work runs inside `_guarded`, what all ranks must do alike outside.
 
@@ -90,13 +120,26 @@ class KLGuardCallback(TrainerCallback):
             self._say_once("twice", "this KLGuardCallback was added twice; once is enough")
             return
         self._state, self._fresh = state, True
+        returning = self._way is not None and self._way.returning
         self.halted, self.decision = False, Decision()
-        self._wants_halt = self._log_due = False
-        self._decided_at = state.global_step
-        before, self.guard = self.guard, None
+        self._wants_halt = self._log_due = self._goes_back = False
+        self._decided_at = self._last_logged = state.global_step
+        before = self.guard
         self._idle = self._stands_aside(args, control)  # before anything that may fail: all ranks must agree on it
         if not self._idle:
-            self._guarded(self._start, args, state, before)
+            if not returning:
+                self.guard, self.rollbacks = None, []
+                self._guarded(self._start, args, state, before)
+            self._restore(state)
+            self._keep_start(args, state, kwargs.get("model"))
+        self._begun = True
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """In the first step after a rollback: other noise, once the trainer has restored the random state."""
+        if self._way is not None:
+            self._guarded(self._way.apply_noise)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note whether this step's log is the trainer's own, which every rank gets."""
@@ -133,9 +176,7 @@ class KLGuardCallback(TrainerCallback):
         if self._agreed(due, args.device):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
-            first = not self.halted
-            self.halted = True
-            if first and self._settle(args, state, model):
+            if not self._stopped and self._settle(args, state, model):
                 control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -145,18 +186,84 @@ class KLGuardCallback(TrainerCallback):
             ranks.barrier()
         except Exception:
             self._fault("waiting for the other ranks")
-        self._guarded(self._saved, args, state)
+        if self._kept is not None and self._kept.pending:
+            self._kept.saved = True  # callbacks after this one still look for it where the trainer put it
+        elif not self._idle:
+            step = state.global_step
+            folder = Path(str(args.output_dir)) / f"checkpoint-{step}"
+            if self._way is not None and args.process_index == 0:
+                self._guarded(self._way.keep_reference, folder)
+            self._note_checkpoint(args, step, folder, aligned=hosts.on_generation_boundary(args, step))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the files; raise after a halt where the user asked for it."""
         self._guarded(self._finish_keeping, args, state)
+        if self._goes_back:
+            return  # it is not over
         self._guarded(self._finish, control)
         if self.halted and not self._idle and self.config.on_halt == "raise":
             reason = self.decision.reason
             what = f"{reason.signature} at step {reason.step}: {reason.message}" if reason else "halted by another rank"
             raise KLGuardHalted(what, self.decision)
+
+    # What the attached `train()` calls; see `attach.Reentry`.
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the run that has just stopped is to be taken back."""
+        return self._goes_back
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the trainer is loading the checkpoint that the guard sent it to."""
+        return self._way is not None and self._way.returning and not self._begun
+
+    def before_train(self, resume: Any) -> Any:
+        """Return what training is to resume from: a rollback that a killed process had decided comes first.
+
+        Only where the user leaves the choice to the trainer (`resume_from_checkpoint=True`).
+        """
+        target = None
+        if self._way is not None:
+            self._way.returning = False
+            if self._way.ready and resume is True:
+                guard = self._guarded(self._recovering) or None
+                if any(ranks.gather(guard is not None)):
+                    target = self._guarded(self._way.make_ready, guard or self._new_guard())
+                if guard is not None:
+                    guard.close()
+        return resume if target is None else target.path
+
+    def begin(self, folder: Path | None) -> None:
+        """Say with which checkpoint the `train()` to come begins."""
+        self._begun = False
+        if self._way is not None:
+            self._way.resume_from = folder
+
+    def make_ready(self) -> Checkpoint | None:
+        """Make everything ready for the rollback that is decided; None, and halted, where it cannot be."""
+        assert self._way is not None  # noqa: S101 - only called where attached
+        target = None
+        if self.guard is not None:
+            target = self._guarded(self._way.make_ready, self.guard)
+        if not all(ranks.gather(target is not None)):
+            self.refuse("the files could not be made ready for going back")
+            return None
+        self.rollbacks.append(self.decision)
+        self._way.returning = True
+        return target
+
+    def refuse(self, why: str) -> None:
+        """Halt in the place of going back, or after it."""
+        self._goes_back, self.halted = False, True
+        decision = self.decision if self.decision or not self.rollbacks else self.rollbacks[-1]
+        if self.guard is not None:
+            if self.guard.decision.action != "halt":
+                self.guard.give_up(why)
+            why = self.guard.decision.note or why
+        self.decision = replace(decision, action="halt", note=why)
 
     # What it does.
 
@@ -166,7 +273,7 @@ class KLGuardCallback(TrainerCallback):
         if other is not None and other is not self and other._state is self._state:
             self._say_once("second", "a second KLGuardCallback was added; the first one guards, this one does nothing")
             return True
-        if kl_kind_of(args) is None:
+        if hosts.kl_kind_of(args) is None:
             name = type(args).__name__
             self._say_once("kind", f"{name}: its `kl` is no distance that grows in a blow-up; it is not watched")
             return True
@@ -178,52 +285,102 @@ class KLGuardCallback(TrainerCallback):
             before.close()  # a run that ended by an exception did not
         if self._kept is not None:
             self._kept.restore()
-        self._last_logged = state.global_step
-        kind = kl_kind_of(args)
+        kind = hosts.kl_kind_of(args)
         if kind is not None and self.config.kl_kind == "k3":
             self.config = replace(self.config, kl_kind=kind)
-        every = steps_per_log(args, state)
-        self.guard = KLGuard(
-            self.config,
-            output_dir=args.output_dir,
-            rank=args.process_index,
-            expected_observations=state.max_steps // every if every else None,
-        )
+        every = hosts.steps_per_log(args, state)
+        self.guard = self._new_guard(args, state.max_steps // every if every else None)
         if args.process_index == 0:
-            for line in limits(args, state, self.config):
+            why_not_back = None if self._way is None else self._way.why_not
+            for line in hosts.limits(args, state, self.config, why_not_back):
                 logger.warning("kl-guard: %s", line)
-        if state.global_step > 0:
-            self.guard.resumed(state.global_step, history=_training_logs(state.log_history))
+        if state.global_step > 0 or (self._way is not None and self._way.resume_from is not None):
+            self.guard.resumed(state.global_step, history=hosts.training_logs(state.log_history))
             self._find_checkpoints(Path(args.output_dir), state.global_step)
+
+    def _new_guard(self, args: Any = None, expected: int | None = None) -> KLGuard:
+        """Return a guard that halts where it cannot go back, so that it does not say it would."""
+        args = args or (self._way.trainer.args if self._way else None)
+        config = self.config
+        if config.action == "rollback" and not (self._way is not None and self._way.ready):
+            config = replace(config, action="halt")
+        return KLGuard(config, output_dir=args.output_dir, rank=args.process_index, expected_observations=expected)
+
+    def _recovering(self) -> KLGuard | None:
+        guard = self._new_guard()
+        return guard if guard.recover() else None
+
+    def _restore(self, state: TrainerState) -> None:
+        """Where an attempt begins: change and check; where one goes on in a new process: do as it did.
+
+        Raises `RestoreFailed`, on all ranks, out of the trainer and into `Reentry`.
+        """
+        way, guard = self._way, self.guard
+        if way is None or not way.ready or way.resume_from is None:
+            return
+        checkpoint = guard.checkpoints.get(state.global_step) if guard is not None else None
+        if any(ranks.gather(way.returning or (guard is not None and _begins(guard, checkpoint)))):
+            reason = self.rollbacks[-1].reason if self.rollbacks else None
+            way.restore(guard, checkpoint, reason)
+        elif guard is not None:
+            self._guarded(way.carry_on, guard, checkpoint)
+
+    def _keep_start(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Pin the state before the first step, where the guard may have to go back that far. On all ranks."""
+        way = self._way
+        wanted = self.config.pin_start and self.config.pin_checkpoints
+        if way is None or not way.ready or not wanted or way.resume_from is not None or state.global_step > 0:
+            return
+        obstacles = [text for text in ranks.gather(self._guarded(way.why_no_start, model)) if text != ""]
+        if obstacles:
+            if args.process_index == 0:
+                logger.warning(
+                    "kl-guard: the state at the start is not kept, so the first checkpoint will be the first way back: "
+                    "%s",
+                    obstacles[0] or "a fault of the guard",
+                )
+            return
+        folder = self._guarded(way.save_start)
+        ranks.barrier()
+        if all(ranks.gather(folder is not None)) and folder is not None:
+            self._note_checkpoint(args, 0, folder, take=True)
+        if args.process_index == 0:
+            self._guarded(way.forget_start)
+
+    def _note_checkpoint(self, args: Any, step: int, folder: Path, *, aligned: bool = True, take: bool = False) -> None:
+        """Tell the guard of a checkpoint, with what a restored state is to be compared with. On all ranks."""
+        facts: dict[str, Any] = {}
+        if self._way is not None and self._way.ready:
+            own = self._guarded(self._way.facts, step)
+            everywhere = ranks.gather(own)
+            if all(everywhere):
+                facts = {**everywhere[0], "weights": [one["weights"] for one in everywhere]}
+        if self.guard is not None:
+            self.guard.checkpoint_saved(step, folder, aligned=aligned, facts=facts, take=take)
 
     def _find_checkpoints(self, output_dir: Path, step: int) -> None:
         """Tell the guard of checkpoints that an earlier process saved and its journal does not know."""
         assert self.guard is not None  # noqa: S101 - called by _start
         known = {c.step for c in self.guard.checkpoints}
-        for folder in sorted(output_dir.glob("checkpoint-*")):
-            match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-            if match and int(match[1]) <= step and int(match[1]) not in known and folder.is_dir():
-                self.guard.checkpoint_saved(int(match[1]), folder)
+        for saved_at, folder in sorted(checkpoints_in(output_dir).items()):
+            if saved_at <= step and saved_at not in known:
+                self.guard.checkpoint_saved(saved_at, folder)
 
     def _observe(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> Decision:
         if self.guard is None:
             return Decision()
-        values = {name: logs[key] for key, name in _KEYS.items() if key in logs}
-        if "kl" in logs and logs["kl"] is None:
-            values["kl_mean"] = math.nan  # TRL leaves NaN out before it averages: None is a window of nothing but NaN
-        elif "kl" not in logs:
-            self._name_others(logs)
+        if "kl" not in logs:
+            others = hosts.other_kls(logs)
+            if others:
+                names = ", ".join(map(repr, others))
+                self._say_once("others", f"the log has no `kl`, but {names}, which is not watched")
         window = max(1, state.global_step - self._last_logged)
         self._last_logged = state.global_step
-        decision = self.guard.observe(step=state.global_step, beta=getattr(args, "beta", None), window=window, **values)
+        beta = internals.beta_of(self._way.trainer) if self._way is not None else getattr(args, "beta", None)
+        decision = self.guard.observe(step=state.global_step, beta=beta, window=window, **hosts.values_of(logs))
         if decision:
             self.decision = decision
         return decision
-
-    def _name_others(self, logs: Mapping[str, Any]) -> None:
-        others = [key for key in logs if "kl" in re.split(r"[^a-z]+", key.lower())]
-        if others:
-            self._say_once("others", f"the log has no `kl`, but {', '.join(map(repr, others))}, which is not watched")
 
     def _agreed(self, due: bool, device: torch.device) -> bool:
         """Return whether any rank wants to halt. At a log that every rank gets they ask each other; else it waits."""
@@ -236,23 +393,42 @@ class KLGuardCallback(TrainerCallback):
             return False
 
     def _settle(self, args: Any, state: TrainerState, model: Any) -> bool:
-        """On all ranks, after all have agreed to halt: share the reason; return whether the state is to be saved."""
-        kept, why_not = None, "save_halted is off"
-        if self.config.save_halted:
-            kept, why_not = self._guarded(_place_for, args, state, model) or (None, "a fault of the guard")
+        """On all ranks, after all have agreed to stop: share the reason, and halt or go back.
+
+        Returns whether the state is to be saved.
+        """
+        self.halted = True
         reason = self.decision.reason
         try:
-            told = ranks.gather({"reason": reason.to_dict() if reason else None, "why_not": why_not})
-            self._guarded(self._adopt, [t["reason"] for t in told if t["reason"] is not None])
-            back = self.decision.checkpoint
-            backs = ranks.gather(asdict(back) if back else None)
+            told = [r for r in ranks.gather(reason.to_dict() if reason else None) if r is not None]
+            self._guarded(self._adopt, told)
+            decisions = ranks.gather(self.decision)
         except Exception:
             self._fault("sharing the reason for the halt")
             return False
-        self._guarded(self._say_way_back, [b for b in backs if b is not None])
-        obstacles = [t["why_not"] for t in told if t["why_not"]]
+        # Rank 0 has the pins; where its guard is broken, the first that knows a way back by hand.
+        other = next((d for d in decisions if d.checkpoint), next((d for d in decisions if d), Decision()))
+        leading = decisions[0] or replace(other, action="halt")
+        self.decision = replace(leading, findings=self.decision.findings)
+        if leading.action == "rollback" and self._way is not None and self._way.ready:
+            self.halted, self._goes_back = False, True
+            state.best_model_checkpoint = None  # the trainer would load it, and delete the others, before it goes on
+            return False
+        self._guarded(self._say_way_back)
+        return self._keep_halted(args, state, model)
+
+    def _keep_halted(self, args: Any, state: TrainerState, model: Any) -> bool:
+        """Return whether the halted state can be saved, and send it to its place if so. On all ranks."""
+        if not self.config.save_halted:
+            return False
+        kept, why_not = self._guarded(_place_for, args, state, model) or (None, "a fault of the guard")
+        try:
+            obstacles = [text for text in ranks.gather(why_not) if text]
+        except Exception:
+            self._fault("asking for room for the halted state")
+            return False
         if obstacles or kept is None:
-            if self.config.save_halted and args.process_index == 0:
+            if args.process_index == 0:
                 logger.warning("kl-guard: the halted state is not kept: %s", "; ".join(obstacles))
             return False
         self._kept = kept
@@ -267,26 +443,20 @@ class KLGuardCallback(TrainerCallback):
             self.guard.adopt(reason)
             self.decision = self.guard.decision or self.decision
 
-    def _say_way_back(self, backs: list[Mapping[str, Any]]) -> None:
-        """Name, on all ranks, the checkpoint to go back to: the first rank that knows one has the pins."""
-        if not backs:
-            return
-        self.decision = replace(self.decision, checkpoint=Checkpoint(**backs[0]))
-        if self.guard is not None and self.guard.rank == 0:
+    def _say_way_back(self) -> None:
+        """Name the checkpoint to go back to, in the call that does it."""
+        back = self.decision.checkpoint
+        if back is not None and self.guard is not None and self.guard.rank == 0:
             logger.warning(
                 "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
                 "trainer.train(resume_from_checkpoint=%r) (True would take the newest checkpoint, maybe from the "
                 "trouble itself)",
-                backs[0]["path"],
+                back.path,
             )
 
-    def _saved(self, args: Any, state: TrainerState) -> None:
-        if self._kept is not None and self._kept.pending:
-            self._kept.saved = True  # callbacks after this one still look for it where the trainer put it
-        elif self.guard is not None and not self._idle:
-            step = state.global_step
-            folder = Path(args.output_dir) / f"checkpoint-{step}"
-            self.guard.checkpoint_saved(step, folder, aligned=on_generation_boundary(args, step))
+    @property
+    def _stopped(self) -> bool:
+        return self.halted or self._goes_back
 
     def _finish_keeping(self, args: Any, state: TrainerState) -> None:
         """Put the halted state in its place and the arguments back, once every callback has seen the save."""
@@ -300,7 +470,7 @@ class KLGuardCallback(TrainerCallback):
         self._log_due = control.should_log and state.global_step > self._decided_at
 
     def _keep_stopping(self, control: TrainerControl) -> None:
-        if self.halted and not self._idle:
+        if self._stopped and not self._idle:
             control.should_training_stop = True
             control.should_save = self._kept is not None and self._kept.pending and not self._kept.saved
             control.should_evaluate = False
@@ -338,12 +508,7 @@ def _place_for(args: Any, state: TrainerState, model: Any) -> tuple[HaltedState,
     return kept, kept.why_not(model)
 
 
-def _training_logs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the training logs of a trainer's history, each with the steps it averages."""
-    training = [row for row in rows if "loss" in row and "step" in row]
-    last = 0
-    out: list[dict[str, Any]] = []
-    for row in training:
-        out.append({**row, "window": max(1, row["step"] - last)})
-        last = row["step"]
-    return out
+def _begins(guard: KLGuard, checkpoint: Checkpoint | None) -> bool:
+    """Whether what the present attempt does otherwise is still to be done after loading a checkpoint."""
+    saved_in = 0 if checkpoint is None else checkpoint.attempt
+    return guard.attempt > 0 and (guard.changes is None or saved_in < guard.attempt)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from kl_guard.paths import unused
+from kl_guard_trl.room import why_no_room
 
-MOMENTS = 8  # bytes of optimizer state for each trained parameter: two Adam moments in float32
-SAFETY = 2.0
 COMPLETIONS = "completions"
 
 
@@ -37,19 +34,12 @@ class HaltedState:
     def why_not(self, model: Any) -> str:
         """Make the folder; return why the state cannot be kept there, "" where it can."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             if (Path(self._output_dir) / COMPLETIONS).is_dir():
                 # TRL writes them after on_log, to where output_dir points by then.
-                (self.folder / COMPLETIONS).mkdir(exist_ok=True)
-            if not os.access(self.folder, os.W_OK):
-                return f"{self.folder} cannot be written"
-            need = SAFETY * _bytes_of(model)
-            free = shutil.disk_usage(self.folder).free
+                (self.folder / COMPLETIONS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             return f"{self.folder} cannot be written ({error})"
-        if free < need:
-            return f"it may take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        return ""
+        return why_no_room(self.folder, model)
 
     def redirect(self) -> None:
         """Send what the trainer saves next to the folder of halted states."""
@@ -88,10 +78,3 @@ class HaltedState:
             for log in (self.folder / COMPLETIONS).glob("*"):
                 log.replace(Path(self._output_dir) / COMPLETIONS / log.name)
         self.path = target
-
-
-def _bytes_of(model: Any) -> int:
-    """Return about how large a checkpoint of the model is; with PEFT only what is trained is saved."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    saved = trained if hasattr(model, "peft_config") else list(model.parameters())
-    return int(sum(p.numel() * p.element_size() for p in saved) + MOMENTS * sum(p.numel() for p in trained))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kl_guard import GuardConfig
@@ -50,14 +52,17 @@ def steps_per_log(args: Any, state: Any) -> int:
     return _interval(args, state, "logging_steps")
 
 
-def limits(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
-    """Yield one line for each thing about this run that limits what the guard can see or do."""
+def limits(args: Any, state: Any, config: GuardConfig, why_not_back: str | None) -> Iterator[str]:
+    """Yield one line for each thing about this run that limits what the guard can see or do.
+
+    `why_not_back` says why this trainer cannot be taken back: "" where it can, None where it is not attached.
+    """
     yield from _what_is_seen(args, state, config)
     yield from _what_is_saved(args, state, config.pin_checkpoints)
     if getattr(args, "logging_nan_inf_filter", False):
         yield "logging_nan_inf_filter is on: the logged loss hides NaN and inf, so a sound loss proves nothing"
     if config.action == "rollback":
-        yield "action='rollback': this callback halts and names the checkpoint to go back to"
+        yield from _going_back(args, why_not_back)
     if getattr(args, "push_to_hub", False) and config.on_halt == "return":
         yield (
             "push_to_hub is on: train() returns normally after a halt, so look at callback.halted before the model is "
@@ -65,6 +70,18 @@ def limits(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
         )
     if getattr(args, "load_best_model_at_end", False):
         yield "load_best_model_at_end is on: after a halt the model holds the best checkpoint, not the halted state"
+
+
+def _going_back(args: Any, why_not_back: str | None) -> Iterator[str]:
+    if why_not_back is None:
+        yield (
+            "action='rollback' needs callback.attach(trainer) before trainer.train(); without it the guard halts and "
+            "names the checkpoint to go back to"
+        )
+    elif why_not_back:
+        yield f"action='rollback' is not possible here: {why_not_back}"
+    elif getattr(args, "ignore_data_skip", False):
+        yield "ignore_data_skip is on: after a rollback the data begin anew instead of going on from the checkpoint"
 
 
 def _what_is_seen(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
@@ -131,3 +148,39 @@ def _what_is_saved(args: Any, state: Any, pins: bool) -> Iterator[str]:
             f"checkpoints may all be from after the departure"
             + (help_text or f"; keep at least {max(2, -(-NEEDED // every) + 1)}")
         )
+
+
+# What a training log holds, and its name as an observation.
+_KEYS = {
+    "kl": "kl_mean",
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "entropy": "entropy",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+}
+
+
+def values_of(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a training log says as an observation."""
+    values = {name: logs[key] for key, name in _KEYS.items() if key in logs}
+    if "kl" in logs and logs["kl"] is None:
+        values["kl_mean"] = math.nan  # TRL leaves NaN out before it averages: None is a window of nothing but NaN
+    return values
+
+
+def other_kls(logs: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a log that seem to be a KL, but not the one to watch."""
+    return [key for key in logs if key != "kl" and "kl" in re.split(r"[^a-z]+", key.lower())]
+
+
+def training_logs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the training logs of a trainer's history, each with the steps it averages."""
+    training = [row for row in rows if "loss" in row and "step" in row]
+    last = 0
+    out: list[dict[str, Any]] = []
+    for row in training:
+        out.append({**row, "window": max(1, row["step"] - last)})
+        last = row["step"]
+    return out

@@ -35,3 +35,8 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def rank() -> int:
+    """Return which of the processes this is."""
+    return dist.get_rank() if world_size() > 1 else 0

@@ -10,6 +10,7 @@ from kl_guard.memory import Failure, Memory
 
 SAME = 3  # observations between two departures that count as the same place: an estimate may be that far off
 
+
 def choose(
     config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, *, hopeless: bool
 ) -> tuple[Step, str]:
@@ -42,8 +43,8 @@ def _why_not_back(
         return "the KL was this high from the first step, so no checkpoint is better"
     if again is not None:
         return (
-            f"{place_of(again)} it had failed before, and it did so again in spite of the rollback: the cause is in the "
-            f"data of that step, in a schedule, or in the code. Look at that batch (and leave it out), and at what "
+            f"{place_of(again)} it had failed before, and it did so again in spite of the rollback: the cause is in "
+            f"the data of that step, in a schedule, or in the code. Look at that batch (and leave it out), and at what "
             f"changes there"
         )
     if memory.rollbacks >= config.max_rollbacks:

@@ -102,8 +102,8 @@ class Checkpoint:
     """A checkpoint of the run.
 
     `step` is where it was saved, `path` its folder, `calm` whether no suspicion stood then, `aligned` whether the
-    framework resumes from it exactly, `attempt` the attempt it belongs to. `facts` is what an adapter noted of the state
-    that was saved, to compare a restored one with.
+    framework resumes from it exactly, `attempt` the attempt it belongs to. `facts` is what an adapter noted of the
+    state that was saved, to compare a restored one with.
     """
 
     step: int

@@ -102,8 +102,8 @@ class Panel:
         """Read a history again without saying anything.
 
         `said` are the findings of this attempt so far: they are not repeated, unless they lead to an action, since what
-        they led to is over. `mid_run` says that the history does not begin with the run, `returned` to where the run was
-        taken back last.
+        they led to is over. `mid_run` says that the history does not begin with the run, `returned` to where the run
+        was taken back last.
         """
         for detector in self.detectors:
             detector.reset()

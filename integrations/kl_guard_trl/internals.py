@@ -1,0 +1,124 @@
+"""What the trainers keep to themselves and going back has to touch: here and nowhere else, checked when attached."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROLLOUTS = ("_step", "_buffered_inputs")  # GRPO and RLOO, TRL 1.0 to 1.16
+
+
+def why_not_back(trainer: Any) -> str:
+    """Return why a run of this trainer cannot be taken back in the same process, "" where it can."""
+    args = trainer.args
+    names = {cls.__name__ for cls in type(trainer).__mro__}
+    if "AsyncGRPOTrainer" in names:
+        return (
+            "AsyncGRPOTrainer stops its rollout worker for good when train() ends. The guard halts instead; start the "
+            "script again with resume_from_checkpoint set to the checkpoint that it names"
+        )
+    if getattr(args, "save_only_model", False):
+        return (
+            "save_only_model=True saves weights without optimizer, scheduler and random state: training cannot go on "
+            "from them. The guard halts instead, and names the weights to go back to; save_only_model=False "
+            "makes rollback possible"
+        )
+    if getattr(args, "sync_ref_model", False) and (is_fsdp(trainer) or is_deepspeed(trainer)):
+        return "sync_ref_model with a sharded model: the reference that moves cannot be kept. The guard halts instead"
+    missing = [name for name in ROLLOUTS if not hasattr(trainer, name)]
+    if hasattr(args, "steps_per_generation") and missing:
+        return (
+            f"this version of {type(trainer).__name__} keeps its rollouts elsewhere (no {', '.join(missing)}), so "
+            f"those of the diverged policy could not be dropped. The guard halts instead"
+        )
+    if not hasattr(trainer, "callback_handler"):
+        return "this version of the trainer has no callback_handler. The guard halts instead"
+    return ""
+
+
+def is_fsdp(trainer: Any) -> bool:
+    """Return whether the model is sharded by FSDP."""
+    return bool(getattr(trainer, "is_fsdp_enabled", False))
+
+
+def is_deepspeed(trainer: Any) -> bool:
+    """Return whether the model is trained by DeepSpeed."""
+    return bool(getattr(trainer, "is_deepspeed_enabled", False))
+
+
+def forget_rollouts(trainer: Any, step: int) -> None:
+    """Drop what belongs to the policy that is left behind, so that the first step back generates anew.
+
+    Rollouts that were generated for several steps, metrics of steps that do not count any more, the samples shown in
+    logs, and the mark that the sampler (vLLM) already has the weights of this step.
+    """
+    if hasattr(trainer, "_step"):
+        trainer._step = step * int(trainer.args.gradient_accumulation_steps)
+    for name, value in (("_buffered_inputs", None), ("_last_loaded_step", -1), ("_entropy_window_stats", None)):
+        if hasattr(trainer, name):
+            setattr(trainer, name, value)
+    metrics = getattr(trainer, "_metrics", None)
+    if isinstance(metrics, dict):
+        metrics.get("train", {}).clear()
+    pending = getattr(trainer, "_pending_metrics", None)
+    if pending is not None and hasattr(pending, "clear"):
+        pending.clear()
+    _clear(getattr(trainer, "_logs", None))
+
+
+def _clear(logs: Any) -> None:
+    """Empty the queues of a dict of queues, which may hold dicts of queues."""
+    if isinstance(logs, dict):
+        for value in logs.values():
+            if isinstance(value, dict):
+                _clear(value)
+            elif hasattr(value, "clear"):
+                value.clear()
+
+
+def unwrap_engine(trainer: Any) -> None:
+    """Let the next `train()` build a new DeepSpeed engine: the old one is destroyed at its beginning."""
+    if is_deepspeed(trainer):
+        trainer.model_wrapped = trainer.model
+
+
+def beta_of(trainer: Any) -> float | None:
+    """Return the weight of the KL penalty in use."""
+    beta = getattr(trainer, "beta", None)
+    return float(beta) if isinstance(beta, (int, float)) else None
+
+
+def set_beta(trainer: Any, beta: float) -> None:
+    """Set the weight of the KL penalty, also where a fused loss keeps its own."""
+    trainer.beta = beta
+    for name in ("liger_grpo_loss", "liger_loss"):
+        fused = getattr(trainer, name, None)
+        if fused is not None and hasattr(fused, "beta"):
+            fused.beta = beta
+
+
+def save_start(trainer: Any, folder: Path) -> Path:
+    """Let the trainer save its state before the first step, in `folder`; return the checkpoint's folder.
+
+    Every process must call this.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed process left half-done
+    with _saving_to(trainer, folder):
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+    return folder / f"checkpoint-{trainer.state.global_step}"
+
+
+@contextmanager
+def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
+    """Send what the trainer saves to another folder, and nowhere else."""
+    args = trainer.args
+    before = {name: getattr(args, name) for name in ("output_dir", "push_to_hub", "save_total_limit")}
+    args.output_dir, args.push_to_hub, args.save_total_limit = str(folder), False, None
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)

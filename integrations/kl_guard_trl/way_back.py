@@ -1,0 +1,240 @@
+"""Going back in a trainer: what is kept at each save, what is restored, changed and checked before training goes on."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import set_seed
+
+from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard
+from kl_guard_trl import internals, ranks, reference
+from kl_guard_trl.changes import RollbackContext, as_configured
+from kl_guard_trl.facts import differences, facts_of, fingerprint
+from kl_guard_trl.room import why_no_room
+
+logger = logging.getLogger("kl_guard")
+
+OnRollback = Callable[[RollbackContext], Any]
+
+
+class RestoreFailed(Exception):  # noqa: N818 - it never leaves the package
+    """What was restored is not what was saved; training must not go on from it."""
+
+
+class WayBack:
+    """The way back of one trainer.
+
+    Parameters
+    ----------
+    trainer:
+        A trainer of TRL or transformers.
+    config:
+        The knobs.
+    on_rollback:
+        What to change after a rollback, instead of what `config` says.
+
+    Attributes
+    ----------
+    why_not:
+        Why this trainer cannot be taken back, "" where it can.
+    resume_from:
+        The checkpoint that the `train()` under way began with; None for a fresh start.
+    returning:
+        Whether it is the guard that sent it there.
+    """
+
+    def __init__(self, trainer: Any, config: GuardConfig, on_rollback: OnRollback | None = None) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.on_rollback = on_rollback
+        self.why_not = internals.why_not_back(trainer)
+        self.resume_from: Path | None = None
+        self.returning = False
+        self._original_beta = internals.beta_of(trainer)
+        self._seed: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the guard may take this run back."""
+        return self.config.action == "rollback" and not self.why_not
+
+    def folder_of(self, step: int) -> Path:
+        """Return where the trainer looks for the checkpoint of a step."""
+        return Path(self.trainer.args.output_dir) / f"checkpoint-{step}"
+
+    # While training goes well.
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Return what a restored state of this process is compared with."""
+        trainer = self.trainer
+        facts = facts_of(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, step)
+        if reference.moves(trainer):
+            facts["reference"] = fingerprint(trainer.ref_model)
+        return facts
+
+    def keep_reference(self, checkpoint: Path) -> None:
+        """Put a reference that moves beside the policy it belongs to; only for the process that writes."""
+        if reference.moves(self.trainer):
+            reference.save(self.trainer, checkpoint)
+
+    def why_no_start(self, model: Any) -> str:
+        """Return why the state before the first step cannot be saved, "" where it can."""
+        if internals.is_fsdp(self.trainer):
+            # torch fills the moments by a step of its own when it gathers them: training would not be the same.
+            return "FSDP cannot save an optimizer that has made no step without making one"
+        return why_no_room(Path(self.trainer.args.output_dir) / "kl_guard", model)
+
+    def save_start(self) -> Path:
+        """Save the state before the first step; return its folder. Every process must call this."""
+        return internals.save_start(self.trainer, Path(self.trainer.args.output_dir) / "kl_guard" / "start")
+
+    def forget_start(self) -> None:
+        """Remove what is left where the start was saved; the checkpoint itself has become a pin."""
+        shutil.rmtree(Path(self.trainer.args.output_dir) / "kl_guard" / "start", ignore_errors=True)
+
+    # Going back.
+
+    def make_ready(self, guard: KLGuard) -> Checkpoint | None:
+        """Prepare files and trainer for a rollback that is decided; return the checkpoint, None where it cannot be.
+
+        Every process must call this.
+        """
+        found: Checkpoint | None = None
+        if self.trainer.args.process_index == 0:
+            try:
+                found = guard.go_back(self.folder_of, checkpoints_in(Path(self.trainer.args.output_dir)))
+                if found is not None:
+                    self._put_completions_aside(found.step, guard.attempt)
+            except Exception:
+                found = None
+                logger.exception("kl-guard: a fault of the guard itself in making files ready for going back")
+        target: Checkpoint | None = ranks.gather(found)[0]
+        if target is None:
+            return None
+        missing = ranks.gather(not Path(target.path).is_dir())
+        if any(missing):
+            guard.give_up(f"{target.path} is not seen by every process: the output folder must be shared by all nodes")
+            return None
+        guard.rolled_back(target.step)
+        internals.forget_rollouts(self.trainer, target.step)
+        internals.unwrap_engine(self.trainer)
+        return target
+
+    def restore(self, guard: KLGuard | None, checkpoint: Checkpoint | None, reason: Finding | None) -> None:
+        """Change what is to be done otherwise, and compare what was loaded with what was saved.
+
+        Every process must call this, after the trainer has loaded the checkpoint and before the first step.
+
+        Raises
+        ------
+        RestoreFailed
+            On all processes, when a check failed on any; the message names it.
+        """
+        failed: list[str] = []
+        context = None
+        try:
+            if guard is None or checkpoint is None:
+                raise RuntimeError("the guard does not know this checkpoint")
+            self._restore_reference(checkpoint)
+            context = self._change(guard, checkpoint, reason)
+            failed += self._check(checkpoint, context.changes.learning_rate / context.held.learning_rate)
+        except Exception as error:
+            logger.exception("kl-guard: a fault in restoring")
+            failed.append(f"a fault in restoring: {error!r}")
+        everywhere = [f"rank {rank}: {text}" for rank, texts in enumerate(ranks.gather(failed)) for text in texts]
+        if everywhere or context is None or guard is None or checkpoint is None:
+            raise RestoreFailed("; ".join(everywhere))
+        self._seed = context.seed
+        guard.changed(context.changes)
+        if self.trainer.args.process_index == 0:
+            what = "checked: " + ", ".join(checkpoint.facts) if checkpoint.facts else "only its step could be checked"
+            logger.warning(
+                "kl-guard: back at step %d (attempt %d); %s. Restored and %s",
+                checkpoint.step,
+                guard.attempt,
+                context.describe(),
+                what,
+            )
+
+    def carry_on(self, guard: KLGuard, checkpoint: Checkpoint | None) -> None:
+        """After a restart of the process: put back what no checkpoint holds, beta and a moving reference."""
+        if self.resume_from is not None and checkpoint is not None:
+            self._restore_reference(checkpoint)
+        changes = guard.changes
+        if changes is not None and self._original_beta and changes.beta != 1.0:
+            internals.set_beta(self.trainer, self._original_beta * changes.beta)
+            if self.trainer.args.process_index == 0:
+                logger.warning("kl-guard: beta is x%g, as attempt %d had it", changes.beta, guard.attempt)
+
+    def apply_noise(self) -> None:
+        """In the first step after a rollback: the trainer has restored the random state by now."""
+        if self._seed is not None:
+            set_seed(self._seed, device_specific=True)
+            self._seed = None
+
+    def _restore_reference(self, checkpoint: Checkpoint) -> None:
+        if reference.moves(self.trainer):
+            folder = self.resume_from or Path(checkpoint.path)
+            if not reference.restore(self.trainer, folder) and self.trainer.args.process_index == 0:
+                logger.warning("kl-guard: %s holds no reference, though sync_ref_model moves it", folder)
+
+    def _change(self, guard: KLGuard, checkpoint: Checkpoint, reason: Finding | None) -> RollbackContext:
+        def context() -> RollbackContext:
+            return RollbackContext(
+                guard.attempt,
+                checkpoint,
+                reason,
+                self.config,
+                self.trainer,
+                self.trainer.optimizer,
+                self.trainer.lr_scheduler,
+                guard.changes_in(checkpoint),
+                self._original_beta,
+            )
+
+        made = context()
+        if self._original_beta is not None:
+            internals.set_beta(self.trainer, self._original_beta)
+        if self.on_rollback is not None:
+            try:
+                self.on_rollback(made)
+                return made
+            except Exception:
+                logger.exception("kl-guard: on_rollback raised; what is configured is changed instead")
+        as_configured(made)
+        return made
+
+    def _check(self, checkpoint: Checkpoint, lr_factor: float) -> list[str]:
+        trainer = self.trainer
+        step = int(trainer.state.global_step)
+        if not checkpoint.facts:
+            return [] if step == checkpoint.step else [f"global step: {checkpoint.step} was expected, {step} is there"]
+        expected: dict[str, Any] = {**checkpoint.facts, "global step": checkpoint.step}
+        weights = expected.pop("weights")
+        if len(weights) == ranks.world_size():
+            expected["weights"] = weights[ranks.rank()]
+        found: Mapping[str, Any] = facts_of(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, step)
+        if "reference" in expected:
+            found = {**found, "reference": fingerprint(trainer.ref_model)}
+        return list(differences(expected, found, lr_factor))
+
+    def _put_completions_aside(self, step: int, attempt: int) -> None:
+        """Keep the completions that were logged after `step`: the same steps will write theirs over them."""
+        folder = Path(self.trainer.args.output_dir)
+        for file in (folder / "completions").glob("completions_*.parquet"):
+            number = re.fullmatch(r"completions_(\d+)", file.stem)
+            if number and int(number[1]) > step:
+                aside = folder / "kl_guard" / "quarantine" / f"attempt-{attempt}-completions"
+                aside.mkdir(parents=True, exist_ok=True)
+                file.replace(aside / file.name)
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the trainer's checkpoints in a folder, by step."""
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
+    return {int(match[1]): path for match, path in matches if match and path.is_dir()}
