@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -131,7 +132,7 @@ class KLGuardCallback(TrainerCallback):
                 self.guard, self.rollbacks = None, []
                 self._guarded(self._start, args, state, before)
             self._restore(state)
-            self._keep_start(args, state, kwargs.get("model"))
+            self._guarded(self._keep_start, args, state, kwargs.get("model"))
         self._begun = True
 
     def on_step_begin(
@@ -193,7 +194,8 @@ class KLGuardCallback(TrainerCallback):
             folder = Path(str(args.output_dir)) / f"checkpoint-{step}"
             if self._way is not None and args.process_index == 0:
                 self._guarded(self._way.keep_reference, folder)
-            self._note_checkpoint(args, step, folder, aligned=hosts.on_generation_boundary(args, step))
+            aligned = hosts.on_generation_boundary(args, step)
+            self._guarded(self._note_checkpoint, args, step, folder, aligned)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -229,9 +231,9 @@ class KLGuardCallback(TrainerCallback):
         if self._way is not None:
             self._way.returning = False
             if self._way.ready and resume is True:
-                guard = self._guarded(self._recovering) or None
-                if any(ranks.gather(guard is not None)):
-                    target = self._guarded(self._way.make_ready, guard or self._new_guard())
+                guard = self._guarded(self._recovering)
+                if all(self._shared(guard is not None)) and guard is not None:
+                    target = self._guarded(self._way.make_ready, guard)
                 if guard is not None:
                     guard.close()
         return resume if target is None else target.path
@@ -248,7 +250,7 @@ class KLGuardCallback(TrainerCallback):
         target = None
         if self.guard is not None:
             target = self._guarded(self._way.make_ready, self.guard)
-        if not all(ranks.gather(target is not None)):
+        if not all(self._shared(target is not None)):
             self.refuse("the files could not be made ready for going back")
             return None
         self.rollbacks.append(self.decision)
@@ -259,11 +261,7 @@ class KLGuardCallback(TrainerCallback):
         """Halt in the place of going back, or after it."""
         self._goes_back, self.halted = False, True
         decision = self.decision if self.decision or not self.rollbacks else self.rollbacks[-1]
-        if self.guard is not None:
-            if self.guard.decision.action != "halt":
-                self.guard.give_up(why)
-            why = self.guard.decision.note or why
-        self.decision = replace(decision, action="halt", note=why)
+        self.decision = replace(decision, action="halt", note=self._guarded(self._give_up, why) or why)
 
     # What it does.
 
@@ -310,6 +308,14 @@ class KLGuardCallback(TrainerCallback):
         guard = self._new_guard()
         return guard if guard.recover() else None
 
+    def _give_up(self, why: str) -> str:
+        """Let the guard halt; return why, in its own words where it has given up before."""
+        if self.guard is None:
+            return why
+        if self.guard.decision.action != "halt":
+            self.guard.give_up(why)
+        return self.guard.decision.note
+
     def _restore(self, state: TrainerState) -> None:
         """Where an attempt begins: change and check; where one goes on in a new process: do as it did.
 
@@ -318,8 +324,8 @@ class KLGuardCallback(TrainerCallback):
         way, guard = self._way, self.guard
         if way is None or not way.ready or way.resume_from is None:
             return
-        checkpoint = guard.checkpoints.get(state.global_step) if guard is not None else None
-        if any(ranks.gather(way.returning or (guard is not None and _begins(guard, checkpoint)))):
+        checkpoint = self._guarded(guard.checkpoints.get, state.global_step) if guard is not None else None
+        if any(self._shared(way.returning or bool(guard and self._guarded(_begins, guard, checkpoint)))):
             reason = self.rollbacks[-1].reason if self.rollbacks else None
             way.restore(guard, checkpoint, reason)
         elif guard is not None:
@@ -331,7 +337,7 @@ class KLGuardCallback(TrainerCallback):
         wanted = self.config.pin_start and self.config.pin_checkpoints
         if way is None or not way.ready or not wanted or way.resume_from is not None or state.global_step > 0:
             return
-        obstacles = [text for text in ranks.gather(self._guarded(way.why_no_start, model)) if text != ""]
+        obstacles = [text for text in self._shared(self._guarded(way.why_no_start, model)) if text != ""]
         if obstacles:
             if args.process_index == 0:
                 logger.warning(
@@ -341,22 +347,21 @@ class KLGuardCallback(TrainerCallback):
                 )
             return
         folder = self._guarded(way.save_start)
-        ranks.barrier()
-        if all(ranks.gather(folder is not None)) and folder is not None:
-            self._note_checkpoint(args, 0, folder, take=True)
+        if all(self._shared(folder is not None)) and folder is not None:  # every rank has written its part
+            self._note_checkpoint(args, 0, folder, aligned=True, take=True)
         if args.process_index == 0:
             self._guarded(way.forget_start)
 
-    def _note_checkpoint(self, args: Any, step: int, folder: Path, *, aligned: bool = True, take: bool = False) -> None:
+    def _note_checkpoint(self, args: Any, step: int, folder: Path, aligned: bool, take: bool = False) -> None:
         """Tell the guard of a checkpoint, with what a restored state is to be compared with. On all ranks."""
         facts: dict[str, Any] = {}
         if self._way is not None and self._way.ready:
-            own = self._guarded(self._way.facts, step)
-            everywhere = ranks.gather(own)
-            if all(everywhere):
+            everywhere = [one for one in self._shared(self._guarded(self._way.facts, step)) if one]
+            if len(everywhere) == ranks.world_size():
                 facts = {**everywhere[0], "weights": [one["weights"] for one in everywhere]}
         if self.guard is not None:
-            self.guard.checkpoint_saved(step, folder, aligned=aligned, facts=facts, take=take)
+            note = functools.partial(self.guard.checkpoint_saved, aligned=aligned, facts=facts, take=take)
+            self._guarded(note, step, folder)
 
     def _find_checkpoints(self, output_dir: Path, step: int) -> None:
         """Tell the guard of checkpoints that an earlier process saved and its journal does not know."""
@@ -415,7 +420,7 @@ class KLGuardCallback(TrainerCallback):
             state.best_model_checkpoint = None  # the trainer would load it, and delete the others, before it goes on
             return False
         self._guarded(self._say_way_back)
-        return self._keep_halted(args, state, model)
+        return self._guarded(self._keep_halted, args, state, model) or False
 
     def _keep_halted(self, args: Any, state: TrainerState, model: Any) -> bool:
         """Return whether the halted state can be saved, and send it to its place if so. On all ranks."""
@@ -482,6 +487,14 @@ class KLGuardCallback(TrainerCallback):
             self.guard.close()
         if _IN_CHARGE.get(id(control)) is self:
             del _IN_CHARGE[id(control)]
+
+    def _shared(self, value: T) -> list[T]:
+        """Return the value of every rank; all must call this at the same place."""
+        try:
+            return ranks.gather(value)
+        except Exception:
+            self._fault("asking the other ranks")
+            return [value]
 
     def _guarded(self, work: Callable[..., T], *args: Any) -> T | None:
         """Do something of the guard's; whatever it raises is logged once, and training goes on."""

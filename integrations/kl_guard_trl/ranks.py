@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -28,7 +30,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: T) -> list[T]:
     """Return the `value` of every process, by rank; every process must call this at the same place."""
     if world_size() == 1:
         return [value]

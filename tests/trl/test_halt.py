@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from kl_guard import KLGuardHalted
 from kl_guard_trl import KLGuardCallback
-from kl_guard_trl.halted_state import _bytes_of
+from kl_guard_trl.room import bytes_of
 from tiny_task import LearningRateJump, build_dataset
 from trl_runs import Events, SetKL, training_logs
 
@@ -135,12 +135,12 @@ def test_the_size_of_a_checkpoint_is_estimated(make_trainer):
     """Weights and two moments of what is trained; with PEFT the frozen base is not saved."""
     model = make_trainer([]).model
     count = sum(p.numel() for p in model.parameters())
-    assert _bytes_of(model) == count * (4 + 8)
+    assert bytes_of(model) == count * (4 + 8)
     for parameter in model.parameters():
         parameter.requires_grad = False
-    assert _bytes_of(model) == count * 4
+    assert bytes_of(model) == count * 4
     model.peft_config = {}
-    assert _bytes_of(model) == 0
+    assert bytes_of(model) == 0
 
 
 @pytest.mark.parametrize("obstacle", ["off", "space", "folder"])
@@ -150,7 +150,7 @@ def test_without_space_the_state_is_not_kept(make_trainer, tmp_path, caplog, mon
     trainer = make_trainer([SetKL(explode), guard], save_strategy="steps", save_steps=1)
     if obstacle == "space":
         usage = type("Usage", (), {"free": 10})()
-        monkeypatch.setattr("kl_guard_trl.halted_state.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("kl_guard_trl.room.shutil.disk_usage", lambda _: usage)
     if obstacle == "folder":
         (tmp_path / "run" / "kl_guard").mkdir(parents=True)
         (tmp_path / "run" / "kl_guard" / "halted").write_text("in the way")
