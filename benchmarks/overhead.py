@@ -32,10 +32,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM
-
-from kl_guard_trl import KLGuardCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+
+from kl_guard_trl import KLGuardCallback
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 

@@ -324,7 +324,9 @@ class KLGuardCallback(TrainerCallback):
         way, guard = self._way, self.guard
         if way is None or not way.ready or way.resume_from is None:
             return
-        checkpoint = self._guarded(guard.checkpoints.get, state.global_step) if guard is not None else None
+        checkpoint = way.target if way.returning else None
+        if checkpoint is None and guard is not None:
+            checkpoint = self._guarded(guard.checkpoints.get, state.global_step)
         if any(self._shared(way.returning or bool(guard and self._guarded(_begins, guard, checkpoint)))):
             reason = self.rollbacks[-1].reason if self.rollbacks else None
             way.restore(guard, checkpoint, reason)

@@ -44,8 +44,8 @@ class WayBack:
         Why this trainer cannot be taken back, "" where it can.
     resume_from:
         The checkpoint that the `train()` under way began with; None for a fresh start.
-    returning:
-        Whether it is the guard that sent it there.
+    returning, target:
+        Whether it is the guard that sent it there, and to which checkpoint.
     """
 
     def __init__(self, trainer: Any, config: GuardConfig, on_rollback: OnRollback | None = None) -> None:
@@ -55,6 +55,7 @@ class WayBack:
         self.why_not = internals.why_not_back(trainer)
         self.resume_from: Path | None = None
         self.returning = False
+        self.target: Checkpoint | None = None
         self._original_beta = internals.beta_of(trainer)
         self._seed: int | None = None
 
@@ -121,6 +122,7 @@ class WayBack:
             guard.give_up(f"{target.path} is not seen by every process: the output folder must be shared by all nodes")
             return None
         guard.rolled_back(target.step)
+        self.target = target
         internals.forget_rollouts(self.trainer, target.step)
         internals.unwrap_engine(self.trainer)
         return target

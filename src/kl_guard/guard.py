@@ -250,6 +250,8 @@ class KLGuard:
             self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
             reason = next((f for f in reversed(memory.findings) if self._panel.acts(f)), None)
             self._standing = Decision("rollback", (), target, reason, "decided before the process ended")
+            if self._announces:
+                logger.warning("kl-guard: an earlier process had decided to go back to step %d", target.step)
         except Exception:
             self._fail("reading what an earlier process had decided")
             return False
@@ -279,9 +281,8 @@ class KLGuard:
             if target is None:
                 self.give_up("the checkpoint that was to be gone back to is not sound any more")
                 return None
-            for step, path in sorted((present or {}).items(), reverse=True):
-                if step > target.step:
-                    self.checkpoints.move_aside(path, self.attempt)
+            unknown = [path for step, path in sorted((present or {}).items(), reverse=True) if step > target.step]
+            self.checkpoints.move_aside(unknown, self.attempt)
             if folder_of is not None:
                 self.checkpoints.provide(target, folder_of(target.step), self.attempt)
         except Exception:

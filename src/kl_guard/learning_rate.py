@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _IN_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")  # what torch schedulers keep in a parameter group
-_IN_SCHEDULER = ("base_lrs", "min_lrs", "max_lrs", "_last_lr")
+_IN_SCHEDULER = ("base_lrs", "min_lrs", "max_lrs", "delta_lrs", "_last_lr")
 
 
 def scale(optimizer: Any, scheduler: Any, factor: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from transformers import PrinterCallback
 
 from tiny_task import GRPO, build_dataset, build_tokenizer, reward, save_fitted
@@ -38,7 +39,7 @@ def fitted(tmp_path_factory):
 def make_trainer(fitted, tmp_path):
     """Build a real trainer: `make_trainer(callbacks, kind="grpo", max_steps=..., **arguments)`."""
 
-    def make(callbacks=(), kind="grpo", output_dir=None, eval_dataset=None, **arguments):
+    def make(callbacks=(), kind="grpo", output_dir=None, eval_dataset=None, lora=False, **arguments):
         trainer_class, config_class = TRAINERS[kind]
         settings = {**GRPO, "learning_rate": 1e-4, "max_steps": 12, **arguments}
         trainer = trainer_class(
@@ -49,6 +50,7 @@ def make_trainer(fitted, tmp_path):
             eval_dataset=eval_dataset,
             processing_class=build_tokenizer(),
             callbacks=list(callbacks),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer

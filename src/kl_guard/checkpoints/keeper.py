@@ -83,18 +83,26 @@ class Keeper:
 
         They would be found by "resume from the last checkpoint", and saving the same steps again would write into them.
         """
-        later = [checkpoint for checkpoint in self._ledger if checkpoint.step > step]
+        later = [Path(checkpoint.path) for checkpoint in self._ledger if checkpoint.step > step]
         self._ledger.forget_after(step)
-        if self._pins is not None:
+        moved = self.move_aside(reversed(later), attempt)
+        if self._pins is not None and self._quarantine is not None:
             self._pins.wait()
             for pin in self._pins.forget_after(step):
-                self._aside(pin.path, attempt, f"pin-{pin.step}")
-        for checkpoint in reversed(later):
-            self._aside(Path(checkpoint.path), attempt)
+                moved += self._quarantine.take(pin.path, attempt, name=f"pin-{pin.step}") is not None
+        if moved and self._quarantine is not None:
+            logger.warning(
+                "kl-guard: %d checkpoints and pins of steps after %d were moved to %s",
+                moved,
+                step,
+                self._quarantine.folder,
+            )
 
-    def move_aside(self, path: Path, attempt: int) -> None:
-        """Move one checkpoint aside that the ledger does not know."""
-        self._aside(path, attempt)
+    def move_aside(self, paths: Iterable[Path], attempt: int) -> int:
+        """Move checkpoints aside; return how many were there."""
+        if self._quarantine is None:
+            return 0
+        return sum(self._quarantine.take(path, attempt) is not None for path in paths)
 
     def provide(self, checkpoint: Checkpoint, target: Path, attempt: int) -> None:
         """See to it that `target` holds the checkpoint: "resume from the last checkpoint" is to find it there.
@@ -107,7 +115,7 @@ class Keeper:
         if target.exists():
             if not any(problems(target, pin.manifest)):
                 return
-            self._aside(target, attempt)
+            self.move_aside([target], attempt)
         try:
             self._pins.provide(pin, target)
         except OSError as error:
@@ -165,11 +173,6 @@ class Keeper:
     def _pin_of(self, step: int) -> Pin | None:
         pins = self._pins.pins() if self._pins is not None else []
         return next((pin for pin in pins if pin.step == step and self._pins and self._pins.sound(pin)), None)
-
-    def _aside(self, path: Path, attempt: int, name: str | None = None) -> None:
-        moved = self._quarantine.take(path, attempt, name=name) if self._quarantine is not None else None
-        if moved is not None:
-            logger.warning("kl-guard: %s, from after step gone back to, is now %s", path, moved)
 
     def _as_checkpoint(self, pin: Pin) -> Checkpoint:
         path = os.fspath(pin.path)
