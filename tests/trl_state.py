@@ -44,15 +44,23 @@ def inner(optimizer):
     return optimizer
 
 
+def moments_of(trainer):
+    """The optimizer's state on this process; with ZeRO its groups hold no parameters, and it has masters besides."""
+    optimizer = inner(trainer.optimizer)
+    engine = getattr(trainer.optimizer, "optimizer", None)
+    masters = [getattr(engine, n, []) for n in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")]
+    params = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+    states = [optimizer.state[p] for p in params] or list(optimizer.state.values())
+    assert states or not trainer.state.global_step
+    return [*masters, states]
+
+
 def state_of(trainer):
     """Weights, optimizer state, random state of this process, as short hashes."""
-    model = trainer.model
-    optimizer = inner(trainer.optimizer)
-    moments = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
     sha = hashlib.sha256(repr((random.getstate(), np.random.get_state())).encode())
     sha.update(torch.get_rng_state().numpy().tobytes())
-    weights = itertools.chain(model.parameters(), model.buffers())
-    return digest(map(local, weights)), digest(tensors_of(moments)), sha.hexdigest()[:16]
+    weights = itertools.chain(trainer.model.parameters(), trainer.model.buffers())
+    return digest(map(local, weights)), digest(tensors_of(moments_of(trainer))), sha.hexdigest()[:16]
 
 
 class Record(TrainerCallback):

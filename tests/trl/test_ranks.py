@@ -1,34 +1,13 @@
 """Two processes: what one rank alone sees stops both, at the same step; a broken guard leaves nobody behind."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-HERE = Path(__file__).parent
+from launch import launch
 
 
 def torchrun(mode, model, folder, repeats):
     """Run `two_ranks.py` on two gloo ranks; return its results by repetition."""
-    paths = [str(HERE.parent), str(HERE.parent.parent / "examples"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths[::-1] if p)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HERE / "two_ranks.py"), mode, model, str(folder), str(repeats)]
-    run = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, errors = run.communicate(timeout=120 + 30 * repeats)
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
-        out, errors = run.communicate()
-        pytest.fail(f"the ranks hang; last lines:\n{out[-2000:]}\n{errors[-2000:]}")
-    assert run.returncode == 0, errors[-4000:]
-    results = [json.loads(line.split("RESULT ")[1]) for line in out.splitlines() if "RESULT " in line]
+    results, errors = launch("two_ranks.py", mode, model, folder, repeats, timeout=120 + 30 * repeats)
     assert len(results) == 2 * repeats
     return [[r for r in results if r["repeat"] == i] for i in range(repeats)], errors
 

@@ -1,0 +1,59 @@
+"""After a rollback, and after a resume in a fresh process: the same weights, moments and random state, on every rank."""
+
+from pathlib import Path
+
+import pytest
+
+from launch import launch
+
+DEEPSPEED = Path(__file__).parent.parent.parent / ".deepspeed"  # made by `make test`; beside the venv, not in it
+STRATEGIES = [
+    "single",
+    "ddp",
+    pytest.param("fsdp", marks=pytest.mark.newest),
+    pytest.param("zero2", marks=pytest.mark.newest),
+    pytest.param("zero3", marks=pytest.mark.newest),
+]
+
+
+def run(mode, strategy, fitted, tmp_path):
+    """Train in fresh processes; return a result per rank."""
+    zero = strategy.startswith("zero")
+    if zero and not DEEPSPEED.exists():
+        pytest.skip("no DeepSpeed; `make test` installs it to .deepspeed")
+    processes = 1 if strategy == "single" else 2
+    path = [DEEPSPEED] if zero else []
+    results, errors = launch("exact.py", mode, strategy, fitted, tmp_path, processes=processes, path=path)
+    assert len(results) == processes
+    return sorted(results, key=lambda result: result["rank"]), errors
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rollback_is_a_resume_in_a_fresh_process(fitted, tmp_path, strategy):
+    """With nothing changed, bit for bit; what the last rank alone sees takes every rank back."""
+    guarded, errors = run("guarded", strategy, fitted, tmp_path)
+    resumed, _ = run("resume", strategy, fitted, tmp_path)
+    kind = {"single": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP"}.get(strategy, "DEEPSPEED")
+    for one, other in zip(guarded, resumed, strict=True):
+        assert one["type"].endswith(kind)
+        assert not one["halted"], one["note"]
+        ((alarm, target, facts),) = one["rollbacks"]
+        assert (alarm, target) == (10, 4)
+        assert {"weights", "optimizer steps", "learning rate", "scheduler", "global step"} <= set(facts)
+        assert one["steps"] == [*range(1, 11), *range(5, 15)]
+        assert other["steps"] == list(range(5, 15))
+        assert {step: one["states"][step] for step in other["states"]} == other["states"]
+    if strategy != "single":
+        assert guarded[0]["states"]["14"][2] != guarded[1]["states"]["14"][2]  # each rank has its own random state
+    assert "back at step 4 (attempt 1)" in errors
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_changes_hold_on_every_rank(fitted, tmp_path, strategy):
+    """Learning rate halved in every later step, beta doubled, and other noise."""
+    for result in run("changed", strategy, fitted, tmp_path)[0]:
+        for step, rate in result["rates"].items():
+            usual = 3e-4 * (1 - (int(step) - 1) / 14)
+            assert rate == pytest.approx(usual * (0.5 if int(step) > 4 else 1)), step
+        assert result["beta"] == pytest.approx(0.2)
+        assert result["steps"] == [*range(1, 11), *range(5, 15)]
