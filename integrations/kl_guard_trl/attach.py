@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import TrainOutput
 
-from kl_guard_trl.way_back import RestoreFailed, checkpoints_in
+from kl_guard import Checkpoint, KLGuard
+from kl_guard_trl.faults import Faults
+from kl_guard_trl.way_back import RestoreFailed, WayBack, checkpoints_in
 
 if TYPE_CHECKING:
     from kl_guard_trl.callback import KLGuardCallback
@@ -23,62 +26,151 @@ class Reentry:
 
     When the guard stops a run to go back, `train` prepares the way and calls the trainer's own `train` again with the
     checkpoint. In between only the guard sees `on_train_end`, since trackers close their runs on it.
+
+    Parameters
+    ----------
+    callback:
+        The guard's callback, which stops the run and says why.
+    way:
+        The way back of the trainer.
+    faults:
+        Keeps faults of the guard inside.
+
+    Attributes
+    ----------
+    goes_back:
+        Whether the run that is stopping, or has just stopped, is to be taken back.
+    returning:
+        Whether the run under way was sent to its checkpoint by the guard.
     """
 
-    def __init__(self, callback: KLGuardCallback, trainer: Any) -> None:
+    def __init__(self, callback: KLGuardCallback, way: WayBack, faults: Faults) -> None:
+        self.way = way
+        self.goes_back = False
+        self.returning = False
         self._callback = callback
-        self._trainer = trainer
-        self._train: Callable[..., Any] = trainer.train
-        self._end: Callable[..., Any] = trainer.callback_handler.on_train_end
-        trainer.train = _in_place_of(self._train, self.train)
-        trainer.callback_handler.on_train_end = _in_place_of(self._end, self.on_train_end)
+        self._faults = faults
+        self._begun = False
+        self._train: Callable[..., Any] = way.trainer.train
+        self._end: Callable[..., Any] = way.trainer.callback_handler.on_train_end
+        way.trainer.train = _in_place_of(self._train, self.train)
+        way.trainer.callback_handler.on_train_end = _in_place_of(self._end, self.on_train_end)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train to the end, going back as often as the guard asks for it and its budget allows."""
-        resume = self._callback.before_train(resume_from_checkpoint)
+        self.returning = False
+        resume = self._decided_before() if resume_from_checkpoint is True else None
+        resume = resume_from_checkpoint if resume is None else resume
         output: Any = TrainOutput(0, 0.0, {})
         while True:
-            self._callback.begin(self._resolve(resume))
+            self._begun = self.goes_back = False
+            self.way.resume_from = self._resolve(resume)
             try:
                 output = self._train(resume, *args, **kwargs)
             except Exception as error:
-                if not self._callback.is_restoring and not isinstance(error, RestoreFailed):
-                    raise
-                self._refuse(str(error) if isinstance(error, RestoreFailed) else f"the trainer cannot load it: {error}")
+                refused = isinstance(error, RestoreFailed)
+                if not refused and not (self.returning and not self._begun):
+                    raise  # the user's own
+                self._refuse(f"the restored state failed its check: {error}" if refused else f"cannot load: {error}")
                 return output
-            if not self._callback.goes_back:
+            if not self.goes_back:
                 return output
-            target = self._callback.make_ready()
+            target = self._make_ready()
             if target is None:
-                self._finish()
                 return output
-            resume = target.path
+            resume, self.returning = target.path, True
 
     def on_train_end(self, args: Any, state: Any, control: Any) -> Any:
         """Let everybody know that training is over, unless it is about to go on."""
-        if not self._callback.goes_back:
+        if not self.goes_back:
             return self._end(args, state, control)
         self._callback.on_train_end(args, state, control)
         return control
+
+    def restore(self, state: Any) -> None:
+        """Where an attempt begins: change and check; where one goes on in a new process: do as it did. On all ranks.
+
+        Raises
+        ------
+        RestoreFailed
+            On all ranks, out of the trainer and into `train`.
+        """
+        way, guard, guarded = self.way, self._callback.guard, self._faults.guarded
+        if not way.ready or way.resume_from is None:
+            return
+        checkpoint = way.target if self.returning else None
+        if checkpoint is None and guard is not None:
+            checkpoint = guarded(guard.checkpoints.get, state.global_step)
+        begins = self.returning or bool(guard is not None and guarded(_begins, guard, checkpoint))
+        if any(self._faults.shared(begins)):
+            rollbacks = self._callback.rollbacks
+            way.restore(guard, checkpoint, rollbacks[-1].reason if rollbacks else None)
+        elif guard is not None:
+            guarded(way.carry_on, guard, checkpoint)
+
+    def begun(self) -> None:
+        """Say that the run has begun: what the trainer raises from now on is not about loading."""
+        self._begun = True
+
+    def _decided_before(self) -> str | None:
+        """Return the checkpoint of a rollback that a killed process had decided and not got to."""
+        if not self.way.ready:
+            return None
+        guarded, shared = self._faults.guarded, self._faults.shared
+        guard = guarded(self._recovering)
+        target = None
+        if all(shared(guard is not None)) and guard is not None:
+            target = guarded(self.way.make_ready, guard)
+        if guard is not None:
+            guard.close()
+        return None if target is None else target.path
+
+    def _recovering(self) -> KLGuard | None:
+        guard = self._callback.new_guard(self.way.trainer.args)
+        return guard if guard.recover() else None
+
+    def _make_ready(self) -> Checkpoint | None:
+        """Make everything ready for the rollback that is decided; None, and halted, where it cannot be."""
+        guard = self._callback.guard
+        target = self._faults.guarded(self.way.make_ready, guard) if guard is not None else None
+        if not all(self._faults.shared(target is not None)):
+            self._refuse("the files could not be made ready for going back")
+            return None
+        self._callback.rollbacks.append(self._callback.decision)
+        return target
+
+    def _refuse(self, why: str) -> None:
+        """Halt in the place of going back, or after it; the trainer does not end such a run itself."""
+        callback, trainer = self._callback, self.way.trainer
+        self.goes_back, callback.halted = False, True
+        decision = callback.decision or (callback.rollbacks[-1] if callback.rollbacks else callback.decision)
+        callback.decision = replace(decision, action="halt", note=self._faults.guarded(self._give_up, why) or why)
+        trainer.is_in_train = False
+        trainer.control = self._end(trainer.args, trainer.state, trainer.control)
+
+    def _give_up(self, why: str) -> str:
+        """Let the guard halt; return why, in its own words where it has given up before."""
+        guard = self._callback.guard
+        if guard is None:
+            return why
+        if guard.decision.action != "halt":
+            guard.give_up(why)
+        return guard.decision.note
 
     def _resolve(self, resume: Any) -> Path | None:
         """Return the folder that the trainer is going to resume from, as far as it can be told; None for none."""
         if not resume:
             return None
         if resume is True:
-            there = checkpoints_in(Path(self._trainer.args.output_dir))
+            there = checkpoints_in(Path(self.way.trainer.args.output_dir))
             return there[max(there)] if there else None
         return Path(resume)
 
-    def _refuse(self, why: str) -> None:
-        self._callback.refuse(f"the restored state failed its check: {why}")
-        self._finish()
 
-    def _finish(self) -> None:
-        """End a run that the trainer has not ended itself."""
-        trainer = self._trainer
-        trainer.is_in_train = False
-        trainer.control = self._end(trainer.args, trainer.state, trainer.control)
+def _begins(guard: KLGuard, checkpoint: Checkpoint | None) -> bool:
+    """Whether what the present attempt does otherwise is still to be done after loading a checkpoint."""
+    saved_in = 0 if checkpoint is None else checkpoint.attempt
+    return guard.attempt > 0 and (guard.changes is None or saved_in < guard.attempt)
 
 
 def _in_place_of(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kl_guard import Checkpoint, Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard import Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard_trl import hosts, internals, ranks
 from kl_guard_trl.attach import Reentry
+from kl_guard_trl.faults import Faults
 from kl_guard_trl.halted_state import HaltedState
 from kl_guard_trl.way_back import OnRollback, WayBack, checkpoints_in
 
@@ -73,18 +74,16 @@ class KLGuardCallback(TrainerCallback):
         self.decision = Decision()
         self.rollbacks: list[Decision] = []
         self._on_rollback = on_rollback
-        self._way: WayBack | None = None
+        self._reentry: Reentry | None = None
         self._state: TrainerState | None = None
         self._idle = False
         self._fresh = False
         self._log_due = False
         self._wants_halt = False
-        self._goes_back = False
-        self._begun = False
         self._last_logged = 0
         self._decided_at = -1
         self._kept: HaltedState | None = None
-        self._faults: set[str] = set()
+        self._faults = Faults()
 
     def attach(self, trainer: Any) -> KLGuardCallback:
         """Let the guard take this trainer's run back by itself: from now on `trainer.train()` returns when it is over.
@@ -101,14 +100,13 @@ class KLGuardCallback(TrainerCallback):
         """
         if not hasattr(trainer, "callback_handler") or not callable(getattr(trainer, "train", None)):
             raise TypeError(f"attach needs a trainer of TRL or transformers, got {type(trainer).__name__}")
-        if self._way is not None:
-            if self._way.trainer is not trainer:
+        if self._reentry is not None:
+            if self._reentry.way.trainer is not trainer:
                 raise ValueError("this KLGuardCallback is attached to another trainer; make one for each")
             return self
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        self._way = WayBack(trainer, self.config, self._on_rollback)
-        Reentry(self, trainer)
+        self._reentry = Reentry(self, WayBack(trainer, self.config, self._on_rollback), self._faults)
         return self
 
     # What the trainer calls. The guard's own work runs inside `_guarded`, what all ranks must do alike outside.
@@ -118,29 +116,31 @@ class KLGuardCallback(TrainerCallback):
     ) -> None:
         """Begin or resume, and say what will limit the guard in this run."""
         if state is self._state and self._fresh:
-            self._say_once("twice", "this KLGuardCallback was added twice; once is enough")
+            self._faults.say_once("twice", "this KLGuardCallback was added twice; once is enough")
             return
         self._state, self._fresh = state, True
-        returning = self._way is not None and self._way.returning
+        reentry = self._reentry
         self.halted, self.decision = False, Decision()
-        self._wants_halt = self._log_due = self._goes_back = False
+        self._wants_halt = self._log_due = False
         self._decided_at = self._last_logged = state.global_step
         before = self.guard
         self._idle = self._stands_aside(args, control)  # before anything that may fail: all ranks must agree on it
         if not self._idle:
-            if not returning:
+            if reentry is None or not reentry.returning:
                 self.guard, self.rollbacks = None, []
-                self._guarded(self._start, args, state, before)
-            self._restore(state)
-            self._guarded(self._keep_start, args, state, kwargs.get("model"))
-        self._begun = True
+                self._faults.guarded(self._start, args, state, before)
+            if reentry is not None:
+                reentry.restore(state)
+            self._faults.guarded(self._keep_start, args, state, kwargs.get("model"))
+        if reentry is not None:
+            reentry.begun()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """In the first step after a rollback: other noise, once the trainer has restored the random state."""
         if self._way is not None:
-            self._guarded(self._way.apply_noise)
+            self._faults.guarded(self._way.apply_noise)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note whether this step's log is the trainer's own, which every rank gets."""
@@ -152,7 +152,7 @@ class KLGuardCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """As at the end of a step; after a halt, call off what is due at the end of an epoch."""
-        self._guarded(self._finish_keeping, args, state)
+        self._faults.guarded(self._finish_keeping, args, state)
         self._expect_log(state, control)
         self._keep_stopping(control)
 
@@ -166,10 +166,10 @@ class KLGuardCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Observe a training log and decide, together with the other ranks, whether to go on."""
-        self._guarded(self._finish_keeping, args, state)
+        self._faults.guarded(self._finish_keeping, args, state)
         if self._idle or logs is None or "loss" not in logs:
             return
-        decision = self._guarded(self._observe, args, state, logs) or Decision()
+        decision = self._faults.guarded(self._observe, args, state, logs) or Decision()
         self._wants_halt = self._wants_halt or bool(decision)
         due, self._log_due = self._log_due, False
         if due:
@@ -186,82 +186,29 @@ class KLGuardCallback(TrainerCallback):
         try:
             ranks.barrier()
         except Exception:
-            self._fault("waiting for the other ranks")
+            self._faults.fault("waiting for the other ranks")
         if self._kept is not None and self._kept.pending:
             self._kept.saved = True  # callbacks after this one still look for it where the trainer put it
         elif not self._idle:
             step = state.global_step
             folder = Path(str(args.output_dir)) / f"checkpoint-{step}"
             if self._way is not None and args.process_index == 0:
-                self._guarded(self._way.keep_reference, folder)
+                self._faults.guarded(self._way.keep_reference, folder)
             aligned = hosts.on_generation_boundary(args, step)
-            self._guarded(self._note_checkpoint, args, step, folder, aligned)
+            self._faults.guarded(self._note_checkpoint, args, step, folder, aligned)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the files; raise after a halt where the user asked for it."""
-        self._guarded(self._finish_keeping, args, state)
+        self._faults.guarded(self._finish_keeping, args, state)
         if self._goes_back:
             return  # it is not over
-        self._guarded(self._finish, control)
+        self._faults.guarded(self._finish, control)
         if self.halted and not self._idle and self.config.on_halt == "raise":
             reason = self.decision.reason
             what = f"{reason.signature} at step {reason.step}: {reason.message}" if reason else "halted by another rank"
             raise KLGuardHalted(what, self.decision)
-
-    # What the attached `train()` calls; see `attach.Reentry`.
-
-    @property
-    def goes_back(self) -> bool:
-        """Whether the run that has just stopped is to be taken back."""
-        return self._goes_back
-
-    @property
-    def is_restoring(self) -> bool:
-        """Whether the trainer is loading the checkpoint that the guard sent it to."""
-        return self._way is not None and self._way.returning and not self._begun
-
-    def before_train(self, resume: Any) -> Any:
-        """Return what training is to resume from: a rollback that a killed process had decided comes first.
-
-        Only where the user leaves the choice to the trainer (`resume_from_checkpoint=True`).
-        """
-        target = None
-        if self._way is not None:
-            self._way.returning = False
-            if self._way.ready and resume is True:
-                guard = self._guarded(self._recovering)
-                if all(self._shared(guard is not None)) and guard is not None:
-                    target = self._guarded(self._way.make_ready, guard)
-                if guard is not None:
-                    guard.close()
-        return resume if target is None else target.path
-
-    def begin(self, folder: Path | None) -> None:
-        """Say with which checkpoint the `train()` to come begins."""
-        self._begun = False
-        if self._way is not None:
-            self._way.resume_from = folder
-
-    def make_ready(self) -> Checkpoint | None:
-        """Make everything ready for the rollback that is decided; None, and halted, where it cannot be."""
-        assert self._way is not None  # noqa: S101 - only called where attached
-        target = None
-        if self.guard is not None:
-            target = self._guarded(self._way.make_ready, self.guard)
-        if not all(self._shared(target is not None)):
-            self.refuse("the files could not be made ready for going back")
-            return None
-        self.rollbacks.append(self.decision)
-        self._way.returning = True
-        return target
-
-    def refuse(self, why: str) -> None:
-        """Halt in the place of going back, or after it."""
-        self._goes_back, self.halted = False, True
-        decision = self.decision if self.decision or not self.rollbacks else self.rollbacks[-1]
-        self.decision = replace(decision, action="halt", note=self._guarded(self._give_up, why) or why)
 
     # What it does.
 
@@ -269,11 +216,13 @@ class KLGuardCallback(TrainerCallback):
         """Return whether this callback has nothing to do: another one guards, or there is no KL to watch."""
         other = _IN_CHARGE.get(id(control))
         if other is not None and other is not self and other._state is self._state:
-            self._say_once("second", "a second KLGuardCallback was added; the first one guards, this one does nothing")
+            self._faults.say_once(
+                "second", "a second KLGuardCallback was added; the first one guards, this one does nothing"
+            )
             return True
         if hosts.kl_kind_of(args) is None:
             name = type(args).__name__
-            self._say_once("kind", f"{name}: its `kl` is no distance that grows in a blow-up; it is not watched")
+            self._faults.say_once("kind", f"{name}: its `kl` is no distance that grows in a blow-up; it is not watched")
             return True
         _IN_CHARGE[id(control)] = self
         return False
@@ -287,7 +236,7 @@ class KLGuardCallback(TrainerCallback):
         if kind is not None and self.config.kl_kind == "k3":
             self.config = replace(self.config, kl_kind=kind)
         every = hosts.steps_per_log(args, state)
-        self.guard = self._new_guard(args, state.max_steps // every if every else None)
+        self.guard = self.new_guard(args, state.max_steps // every if every else None)
         if args.process_index == 0:
             why_not_back = None if self._way is None else self._way.why_not
             for line in hosts.limits(args, state, self.config, why_not_back):
@@ -296,42 +245,12 @@ class KLGuardCallback(TrainerCallback):
             self.guard.resumed(state.global_step, history=hosts.training_logs(state.log_history))
             self._find_checkpoints(Path(args.output_dir), state.global_step)
 
-    def _new_guard(self, args: Any = None, expected: int | None = None) -> KLGuard:
+    def new_guard(self, args: Any, expected: int | None = None) -> KLGuard:
         """Return a guard that halts where it cannot go back, so that it does not say it would."""
-        args = args or (self._way.trainer.args if self._way else None)
         config = self.config
         if config.action == "rollback" and not (self._way is not None and self._way.ready):
             config = replace(config, action="halt")
         return KLGuard(config, output_dir=args.output_dir, rank=args.process_index, expected_observations=expected)
-
-    def _recovering(self) -> KLGuard | None:
-        guard = self._new_guard()
-        return guard if guard.recover() else None
-
-    def _give_up(self, why: str) -> str:
-        """Let the guard halt; return why, in its own words where it has given up before."""
-        if self.guard is None:
-            return why
-        if self.guard.decision.action != "halt":
-            self.guard.give_up(why)
-        return self.guard.decision.note
-
-    def _restore(self, state: TrainerState) -> None:
-        """Where an attempt begins: change and check; where one goes on in a new process: do as it did.
-
-        Raises `RestoreFailed`, on all ranks, out of the trainer and into `Reentry`.
-        """
-        way, guard = self._way, self.guard
-        if way is None or not way.ready or way.resume_from is None:
-            return
-        checkpoint = way.target if way.returning else None
-        if checkpoint is None and guard is not None:
-            checkpoint = self._guarded(guard.checkpoints.get, state.global_step)
-        if any(self._shared(way.returning or bool(guard and self._guarded(_begins, guard, checkpoint)))):
-            reason = self.rollbacks[-1].reason if self.rollbacks else None
-            way.restore(guard, checkpoint, reason)
-        elif guard is not None:
-            self._guarded(way.carry_on, guard, checkpoint)
 
     def _keep_start(self, args: Any, state: TrainerState, model: Any) -> None:
         """Pin the state before the first step, where the guard may have to go back that far. On all ranks."""
@@ -339,7 +258,7 @@ class KLGuardCallback(TrainerCallback):
         wanted = self.config.pin_start and self.config.pin_checkpoints
         if way is None or not way.ready or not wanted or way.resume_from is not None or state.global_step > 0:
             return
-        obstacles = [text for text in self._shared(self._guarded(way.why_no_start, model)) if text != ""]
+        obstacles = [text for text in self._faults.shared(self._faults.guarded(way.why_no_start, model)) if text != ""]
         if obstacles:
             if args.process_index == 0:
                 logger.warning(
@@ -348,22 +267,22 @@ class KLGuardCallback(TrainerCallback):
                     obstacles[0] or "a fault of the guard",
                 )
             return
-        folder = self._guarded(way.save_start)
-        if all(self._shared(folder is not None)) and folder is not None:  # every rank has written its part
+        folder = self._faults.guarded(way.save_start)
+        if all(self._faults.shared(folder is not None)) and folder is not None:  # every rank has written its part
             self._note_checkpoint(args, 0, folder, aligned=True, take=True)
         if args.process_index == 0:
-            self._guarded(way.forget_start)
+            self._faults.guarded(way.forget_start)
 
     def _note_checkpoint(self, args: Any, step: int, folder: Path, aligned: bool, take: bool = False) -> None:
         """Tell the guard of a checkpoint, with what a restored state is to be compared with. On all ranks."""
         facts: dict[str, Any] = {}
         if self._way is not None and self._way.ready:
-            everywhere = [one for one in self._shared(self._guarded(self._way.facts, step)) if one]
+            everywhere = [one for one in self._faults.shared(self._faults.guarded(self._way.facts, step)) if one]
             if len(everywhere) == ranks.world_size():
                 facts = {**everywhere[0], "weights": [one["weights"] for one in everywhere]}
         if self.guard is not None:
             note = functools.partial(self.guard.checkpoint_saved, aligned=aligned, facts=facts, take=take)
-            self._guarded(note, step, folder)
+            self._faults.guarded(note, step, folder)
 
     def _find_checkpoints(self, output_dir: Path, step: int) -> None:
         """Tell the guard of checkpoints that an earlier process saved and its journal does not know."""
@@ -380,7 +299,7 @@ class KLGuardCallback(TrainerCallback):
             others = hosts.other_kls(logs)
             if others:
                 names = ", ".join(map(repr, others))
-                self._say_once("others", f"the log has no `kl`, but {names}, which is not watched")
+                self._faults.say_once("others", f"the log has no `kl`, but {names}, which is not watched")
         window = max(1, state.global_step - self._last_logged)
         self._last_logged = state.global_step
         beta = internals.beta_of(self._way.trainer) if self._way is not None else getattr(args, "beta", None)
@@ -396,7 +315,7 @@ class KLGuardCallback(TrainerCallback):
                 return self._wants_halt
             return ranks.any_rank(self._wants_halt, device) if due else False
         except Exception:
-            self._fault("agreeing with the other ranks")
+            self._faults.fault("agreeing with the other ranks")
             return False
 
     def _settle(self, args: Any, state: TrainerState, model: Any) -> bool:
@@ -408,31 +327,31 @@ class KLGuardCallback(TrainerCallback):
         reason = self.decision.reason
         try:
             told = [r for r in ranks.gather(reason.to_dict() if reason else None) if r is not None]
-            self._guarded(self._adopt, told)
+            self._faults.guarded(self._adopt, told)
             decisions = ranks.gather(self.decision)
         except Exception:
-            self._fault("sharing the reason for the halt")
+            self._faults.fault("sharing the reason for the halt")
             return False
         # Rank 0 has the pins; where its guard is broken, the first that knows a way back by hand.
         other = next((d for d in decisions if d.checkpoint), next((d for d in decisions if d), Decision()))
         leading = decisions[0] or replace(other, action="halt")
         self.decision = replace(leading, findings=self.decision.findings)
-        if leading.action == "rollback" and self._way is not None and self._way.ready:
-            self.halted, self._goes_back = False, True
+        if leading.action == "rollback" and self._reentry is not None and self._reentry.way.ready:
+            self.halted, self._reentry.goes_back = False, True
             state.best_model_checkpoint = None  # the trainer would load it, and delete the others, before it goes on
             return False
-        self._guarded(self._say_way_back)
-        return self._guarded(self._keep_halted, args, state, model) or False
+        self._faults.guarded(self._say_way_back)
+        return self._faults.guarded(self._keep_halted, args, state, model) or False
 
     def _keep_halted(self, args: Any, state: TrainerState, model: Any) -> bool:
         """Return whether the halted state can be saved, and send it to its place if so. On all ranks."""
         if not self.config.save_halted:
             return False
-        kept, why_not = self._guarded(_place_for, args, state, model) or (None, "a fault of the guard")
+        kept, why_not = self._faults.guarded(_place_for, args, state, model) or (None, "a fault of the guard")
         try:
             obstacles = [text for text in ranks.gather(why_not) if text]
         except Exception:
-            self._fault("asking for room for the halted state")
+            self._faults.fault("asking for room for the halted state")
             return False
         if obstacles or kept is None:
             if args.process_index == 0:
@@ -460,6 +379,14 @@ class KLGuardCallback(TrainerCallback):
                 "trouble itself)",
                 back.path,
             )
+
+    @property
+    def _way(self) -> WayBack | None:
+        return self._reentry.way if self._reentry is not None else None
+
+    @property
+    def _goes_back(self) -> bool:
+        return self._reentry is not None and self._reentry.goes_back
 
     @property
     def _stopped(self) -> bool:
@@ -490,40 +417,8 @@ class KLGuardCallback(TrainerCallback):
         if _IN_CHARGE.get(id(control)) is self:
             del _IN_CHARGE[id(control)]
 
-    def _shared(self, value: T) -> list[T]:
-        """Return the value of every rank; all must call this at the same place."""
-        try:
-            return ranks.gather(value)
-        except Exception:
-            self._fault("asking the other ranks")
-            return [value]
-
-    def _guarded(self, work: Callable[..., T], *args: Any) -> T | None:
-        """Do something of the guard's; whatever it raises is logged once, and training goes on."""
-        try:
-            return work(*args)
-        except Exception:
-            self._fault(getattr(work, "__name__", repr(work)).strip("_"))
-            return None
-
-    def _fault(self, doing: str) -> None:
-        if doing not in self._faults:
-            self._faults.add(doing)
-            logger.exception("kl-guard: a fault of the guard itself (%s); training goes on, the guard is blind", doing)
-
-    def _say_once(self, key: str, text: str) -> None:
-        if key not in self._faults:
-            self._faults.add(key)
-            logger.warning("kl-guard: %s", text)
-
 
 def _place_for(args: Any, state: TrainerState, model: Any) -> tuple[HaltedState, str]:
     """Return where the halted state goes, and why it cannot ("" where it can)."""
     kept = HaltedState(args, state)
     return kept, kept.why_not(model)
-
-
-def _begins(guard: KLGuard, checkpoint: Checkpoint | None) -> bool:
-    """Whether what the present attempt does otherwise is still to be done after loading a checkpoint."""
-    saved_in = 0 if checkpoint is None else checkpoint.attempt
-    return guard.attempt > 0 and (guard.changes is None or saved_in < guard.attempt)

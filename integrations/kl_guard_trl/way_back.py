@@ -44,8 +44,8 @@ class WayBack:
         Why this trainer cannot be taken back, "" where it can.
     resume_from:
         The checkpoint that the `train()` under way began with; None for a fresh start.
-    returning, target:
-        Whether it is the guard that sent it there, and to which checkpoint.
+    target:
+        The checkpoint that the guard last sent it to.
     """
 
     def __init__(self, trainer: Any, config: GuardConfig, on_rollback: OnRollback | None = None) -> None:
@@ -54,7 +54,6 @@ class WayBack:
         self.on_rollback = on_rollback
         self.why_not = internals.why_not_back(trainer)
         self.resume_from: Path | None = None
-        self.returning = False
         self.target: Checkpoint | None = None
         self._original_beta = internals.beta_of(trainer)
         self._seed: int | None = None

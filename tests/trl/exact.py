@@ -92,7 +92,8 @@ def main() -> None:
     else:
         knobs = {} if mode == "changed" else {"lr_factor": 1.0, "beta_factor": 1.0, "new_noise": False}
         guard = KLGuardCallback(action="rollback", **knobs)
-        seen_here = RANK == int(os.environ.get("WORLD_SIZE", "1")) - 1  # by the last rank alone
+        last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+        seen_here = last == RANK
         trouble = SetKL(lambda step: 1000.0 if step >= 8 and seen_here and not guard.rollbacks else 0.01)
         trainer = record.trainer = build(strategy, model, folder / mode, [trouble, record, guard])
         guard.attach(trainer)

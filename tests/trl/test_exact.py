@@ -1,4 +1,4 @@
-"""After a rollback, and after a resume in a fresh process: the same weights, moments and random state, on every rank."""
+"""After a rollback, and after a resume in a fresh process: the same weights, moments, random state, on every rank."""
 
 from pathlib import Path
 
@@ -7,9 +7,10 @@ import pytest
 from launch import launch
 
 DEEPSPEED = Path(__file__).parent.parent.parent / ".deepspeed"  # made by `make test`; beside the venv, not in it
+# On several processes without accelerators transformers 4.56 cannot resume with torch 2.13 (a location "cpu:0").
 STRATEGIES = [
     "single",
-    "ddp",
+    pytest.param("ddp", marks=pytest.mark.newest),
     pytest.param("fsdp", marks=pytest.mark.newest),
     pytest.param("zero2", marks=pytest.mark.newest),
     pytest.param("zero3", marks=pytest.mark.newest),
