@@ -142,8 +142,13 @@ class Keeper:
         exact = next((c for c in candidates if c.aligned), None)
         return exact if exact is not None and at - exact.step <= DETOUR * (at - first.step) else first
 
+    def wait(self) -> None:
+        """Wait until the pins that were begun are complete or given up."""
+        if self._pins is not None:
+            self._pins.wait()
+
     def close(self) -> None:
-        """Finish pins that were begun."""
+        """Finish pins that were begun, and stop."""
         if self._pins is not None:
             self._pins.close()
 
