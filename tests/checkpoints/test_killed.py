@@ -44,9 +44,7 @@ def check(folder):
     assert saved - rotated <= ids_below(folder), "a checkpoint is gone that the trainer did not delete"
     if any(e[0] == "pinned" for e in events(folder)):
         assert min(pin.step for pin in pins) < FIRST_TROUBLE - 1
-    made = [e for e in events(folder) if e[0] == "back"]
-    assert memory.rollbacks in {len(made), len(made) + 1}  # killed between the journal's note and the run's own
-    assert memory.attempt == memory.rollbacks
+    assert memory.attempt == memory.rollbacks <= 2
     return memory
 
 
@@ -69,7 +67,9 @@ def kill_at_random(tmp_path, kills, seed=0):
         if last in {"finished", "halted"}:
             assert last == "finished"
             assert memory.rollbacks == 2
-            assert [int(e[1]) < trouble for e, trouble in zip(backs(folder), (31, 46), strict=True)] == [True, True]
+            first, second = backs(folder)
+            assert first < 31
+            assert second < 46
             ended += 1
             shutil.rmtree(folder)
             number += 1
@@ -79,8 +79,9 @@ def kill_at_random(tmp_path, kills, seed=0):
 
 
 def backs(folder):
-    """The rollbacks that were made, one for each attempt."""
-    return list({e[2]: e for e in events(folder) if e[0] == "back"}.values())
+    """To which steps the run was taken back."""
+    records, _ = read_journal(folder / "kl_guard" / "journal.jsonl")
+    return [record["to_step"] for record in records if record["type"] == "rollback"]
 
 
 def test_killed_at_any_moment(tmp_path):

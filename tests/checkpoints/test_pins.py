@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,30 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint_files import LARGE, checkpoint, content
 from kl_guard import Checkpoint, KLGuard
 from kl_guard.checkpoints import Keeper, Manifest, PinStore, wanted
 from kl_guard.checkpoints import pins as pins_module
 from streams import blow_up
-
-LARGE = 1 << 16
-
-
-def checkpoint(folder, step, size=LARGE * 2):
-    """Make a checkpoint with a large file, small ones, and a sub-folder."""
-    path = folder / f"checkpoint-{step}"
-    (path / "sub").mkdir(parents=True)
-    header = json.dumps({"weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(size))
-    (path / "optimizer.pt").write_bytes(os.urandom(size))
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    (path / "sub" / "shard-0").write_bytes(os.urandom(10))
-    return path
-
-
-def content(folder):
-    """Relative names and bytes of all files but the manifest."""
-    files = [p for p in Path(folder).rglob("*") if p.is_file() and p.name != "kl_guard_manifest.json"]
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 
 @pytest.fixture
@@ -311,8 +291,8 @@ import sys
 from pathlib import Path
 from kl_guard import Checkpoint
 from kl_guard.checkpoints import Keeper
-sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
-from test_pins import checkpoint
+sys.path[:0] = [str(Path(sys.argv[2]).parent)]
+from checkpoint_files import checkpoint
 import shutil
 root = Path(sys.argv[1])
 keeper = Keeper(root / "kl_guard")
