@@ -132,7 +132,8 @@ def tell(guard: KLGuardCallback, trainer: GRPOTrainer, output_dir: Path) -> None
     print("\nFiles:")
     print(files(output_dir))
     aside = sorted((output_dir / "kl_guard" / "quarantine").glob("*"))
-    print("\n".join(f"  {path}" for path in [*aside, *output_dir.glob("final")]))
+    for path in [*aside, *output_dir.glob("final")]:
+        print(f"  {path}")
 
 
 def run(seed: int, folder: Path, *, talks: bool) -> Outcome:

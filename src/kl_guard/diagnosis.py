@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from kl_guard.findings import Cause, Finding
 from kl_guard.history import History
 
+SETTINGS = frozenset({"learning_rate", "beta"})  # what a rollback changes
 TINY_BETA = 1e-3
 NEAR = 20  # observations before the departure in which a changed setting counts as its cause
 JUMP = 1.5
@@ -22,11 +23,12 @@ Scored = tuple[float, Cause]
 
 @dataclass(frozen=True)
 class Case:
-    """A finding with the run around it."""
+    """A finding with the run around it; settings of steps up to `since` are those of an attempt that was given up."""
 
     finding: Finding
     history: History
     token_mean: bool
+    since: int = -1
 
     @property
     def departure(self) -> int:
@@ -43,12 +45,15 @@ class Case:
     def at(self, name: str, index: int) -> float | None:
         """Return the last finite value of a metric at or before an index."""
         column = self.history.column(name)
-        return next((column[i] for i in range(min(index, len(column) - 1), -1, -1) if math.isfinite(column[i])), None)
+        first = self.history.index(self.since + 1) if name in SETTINGS else 0
+        last = min(max(index, first), len(column) - 1)
+        return next((column[i] for i in range(last, first - 1, -1) if math.isfinite(column[i])), None)
 
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return step and value of a metric wherever it is finite."""
         pairs = zip(self.history.steps, self.history.column(name), strict=True)
-        return [(step, value) for step, value in pairs if math.isfinite(value)]
+        since = self.since if name in SETTINGS else -1
+        return [(step, value) for step, value in pairs if math.isfinite(value) and step > since]
 
     def medians(self, name: str) -> tuple[float, float] | None:
         """Return a metric's median before the departure and now, where both rest on a few values."""
@@ -79,12 +84,21 @@ class Case:
         return None if best is None else (values[best][1], values[best + 1][1], values[best + 1][0])
 
 
-def explain(finding: Finding, history: History, *, token_mean: bool = True) -> Finding:
+def explain(finding: Finding, history: History, *, token_mean: bool = True, since: int = -1) -> Finding:
     """Return `finding` with its causes, each with the evidence in this run and what to try.
 
     A rule that fails costs its own cause only.
+
+    Parameters
+    ----------
+    finding, history:
+        What was found, and the run so far.
+    token_mean:
+        Whether KL is in nats per token.
+    since:
+        The step that the run was taken back to last: settings of steps up to it are not in force any more.
     """
-    case = Case(finding, history, token_mean)
+    case = Case(finding, history, token_mean, since)
     scored: list[Scored] = []
     for rule in _RULES.get(finding.signature, ()):
         try:

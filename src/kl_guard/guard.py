@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -391,8 +392,10 @@ class KLGuard:
             observation = self.history[-1]  # with what was known of the step before
         if self._repeats == STUCK:
             self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
+        since = -1 if self._memory.returned is None else self._memory.returned.step
+        explained = functools.partial(explain, token_mean=self.config.token_mean, since=since)
         findings = tuple(
-            explain(replace(finding, attempt=self.attempt), self.history, token_mean=self.config.token_mean)
+            explained(replace(finding, attempt=self.attempt), self.history)
             for finding in self._panel.judge(observation, grace=self._grace_left > 0)
         )
         if last != observation.step:
@@ -434,10 +437,27 @@ class KLGuard:
         index = self.history.index(departure)
         first = self.history[index].first_step if index < len(self.history) else departure
         try:
-            return self.checkpoints.newest_before(first - 1 - self.config.rollback_margin, now=reason.step)
+            behind = first - 1 - self.config.rollback_margin
+            return self.checkpoints.newest_before(behind, now=reason.step, good=self._before_the_trouble(reason))
         except Exception:
             self._fail("looking for a checkpoint")
             return None
+
+    def _before_the_trouble(self, reason: Finding) -> Callable[[Checkpoint], bool]:
+        """Return a test of checkpoints: was KL still below what `reason` calls trouble, warm-up or not?
+
+        A departure is an estimate. Where KL had risen early and crawled since, it may be dated into the trouble.
+        """
+        baseline = reason.evidence.get("baseline")
+        if not isinstance(baseline, (int, float)):
+            return lambda _: True
+        limit = max(self.config.abs_floor, self.config.ratio * baseline)
+
+        def test(checkpoint: Checkpoint) -> bool:
+            recorded = self._memory.recorded_kl(checkpoint.step)
+            return recorded is None or recorded < limit
+
+        return test
 
     def _write_incident(self, decision: Decision) -> Path | None:
         """Write what is needed to understand a decision; return where."""

@@ -73,7 +73,7 @@ class Memory:
 
     def roll_back(self, step: int, attempt: int) -> None:
         """Begin a new attempt from `step`: findings are said anew."""
-        self.returned = Return(step, self._recorded_kl(step))
+        self.returned = Return(step, self.recorded_kl(step))
         self.go_back(step)
         self.attempt = attempt
         self.rollbacks += 1
@@ -97,7 +97,7 @@ class Memory:
         elif observation.step == self.history.steps[-1]:
             self.history.replace_last(self.history[-1].merged(observation))
 
-    def _recorded_kl(self, step: int) -> float | None:
+    def recorded_kl(self, step: int) -> float | None:
         """Return the KL of the weights at `step`: those that the next observation shows, and the ones before it."""
         until = self.history.index(step + 1) + 1
         kl = [value for value in self.history.column("kl_mean")[max(0, until - NEAR) : until] if math.isfinite(value)]

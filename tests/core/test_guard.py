@@ -487,3 +487,36 @@ def test_the_early_warning_is_not_said_after_the_alarm():
             feed(guard, blow_up(start, start + 150, growth=growth))
             signatures = [f.signature for f in guard.findings]
             assert signatures in (["KL_BLOWUP"], ["KL_GROWTH", "KL_BLOWUP"], ["KL_GROWTH"]), signatures
+
+
+def test_a_target_inside_the_trouble_is_passed_over(tmp_path):
+    """KL rose early, crawled on a plateau and rose again: the plateau is before the departure, and no way back."""
+    values = [0.01] * 15 + [0.01 * 1.35**k for k in range(1, 16)] + [0.9] * 40 + [0.9 * 1.1**k for k in range(1, 40)]
+    guard = KLGuard(GuardConfig(action="rollback", horizon="run", min_observations=70), announce=False)
+    for step, value in enumerate(values, start=1):
+        decision = guard.observe(step, value)
+        if decision:
+            break
+        if step % 10 == 0:
+            save(guard, tmp_path, step)
+    assert decision.action == "rollback"
+    assert decision.reason.departure_step > 60
+    assert decision.checkpoint.step == 20
+
+
+def test_causes_after_a_rollback_are_of_this_attempt(tmp_path):
+    """The guard itself lowered the learning rate: what it was before is neither in force nor a jump."""
+    guard = KLGuard(GuardConfig(action="rollback", grace=0), announce=False)
+    save(guard, tmp_path, 30)
+    for step, value in enumerate(blow_up(), start=1):
+        if guard.observe(step, value, learning_rate=1e-4, beta=0.1):
+            break
+    guard.rolled_back(30)
+    for step, value in enumerate(blow_up(start=46, length=100)[30:], start=31):
+        decision = guard.observe(step, value, learning_rate=1e-2, beta=0.2)
+        if decision:
+            break
+    assert decision.reason.departure_step >= 44
+    text = " ".join(cause.evidence + cause.remedy for cause in decision.reason.causes)
+    assert "0.0001" not in text
+    assert "it was 0.01 at the departure" in text

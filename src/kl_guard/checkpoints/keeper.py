@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,8 +92,8 @@ class Keeper:
                 moved += self._quarantine.take(pin.path, attempt, name=f"pin-{pin.step}") is not None
         if moved and self._quarantine is not None:
             logger.warning(
-                "kl-guard: %d checkpoints and pins of steps after %d were moved to %s",
-                moved,
+                "kl-guard: %s of steps after %d moved to %s",
+                f"{moved} checkpoint{'s' if moved > 1 else ''} or pin{'s' if moved > 1 else ''}",
                 step,
                 self._quarantine.folder,
             )
@@ -124,17 +124,19 @@ class Keeper:
         noted = self._ledger.get(checkpoint.step)
         self._ledger.add(replace(noted or checkpoint, path=os.fspath(target)))
 
-    def newest_before(self, step: int, now: int | None = None) -> Checkpoint | None:
+    def newest_before(
+        self, step: int, now: int | None = None, good: Callable[[Checkpoint], bool] = lambda _: True
+    ) -> Checkpoint | None:
         """Return the newest checkpoint of an earlier step that one can go back to: its pin, or the original.
 
         The pin comes first, since rotation and clean-up at the end of training do not reach it. Its contents are
         compared with its manifest, as are those of an original that was pinned once; what differs is left out. A
         checkpoint from which the framework does not resume exactly is taken where an exact one lies more than one and
-        a half times as far back, seen from `now`.
+        a half times as far back, seen from `now`. Those that are not `good` are left out.
         """
         if self._pins is not None and any(building < step for building in self._pins.building):
             self._pins.wait()
-        candidates = self._sound_before(step)
+        candidates = self._sound_before(step, good)
         first = next(candidates, None)
         if first is None or first.aligned:
             return first
@@ -152,12 +154,14 @@ class Keeper:
         if self._pins is not None:
             self._pins.close()
 
-    def _sound_before(self, step: int) -> Iterator[Checkpoint]:
-        """Yield the sound checkpoints of earlier steps, the newest first."""
+    def _sound_before(self, step: int, good: Callable[[Checkpoint], bool]) -> Iterator[Checkpoint]:
+        """Yield the good and sound checkpoints of earlier steps, the newest first; contents are compared last."""
         pins = {pin.step: pin for pin in (self._pins.pins() if self._pins is not None else []) if pin.step < step}
         originals = {checkpoint.step: checkpoint for checkpoint in self._ledger if checkpoint.step < step}
         for candidate in sorted({*pins, *originals}, reverse=True):
             pin, original = pins.get(candidate), originals.get(candidate)
+            if not good(self._as_checkpoint(pin) if pin is not None else originals[candidate]):
+                continue
             if pin is not None and self._pins is not None and self._pins.sound(pin):
                 yield self._as_checkpoint(pin)
             elif original is not None and self._whole(original):
