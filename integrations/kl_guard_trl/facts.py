@@ -12,6 +12,7 @@ import torch
 
 from kl_guard import learning_rate
 
+BLOCK = 1024  # elements
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,8 +59,9 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any], lr_factor
 def fingerprint(*modules: torch.nn.Module) -> str:
     """Return a checksum over all parameters and buffers that this process holds, shards as they are.
 
-    Of each tensor the bits are summed as whole numbers, modulo 2^64: exact in any order, one pass on the tensor's own
-    device, and one small copy to the CPU for all of them.
+    The bits of each tensor are summed as whole numbers, modulo 2^64: exact in any order, one pass on the tensor's own
+    device with hardly any memory, and one small copy to the CPU for all of them. Blocks have different weights, so that
+    parts in each other's place do not come out the same.
     """
     digest = hashlib.sha256()
     sums: dict[torch.device, list[torch.Tensor]] = {}
@@ -85,17 +87,21 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
-    return bits.sum(dtype=torch.int64)
+    whole = bits.numel() // BLOCK * BLOCK
+    total = bits[whole:].sum(dtype=torch.int64)
+    if whole:
+        blocks = bits[:whole].view(-1, BLOCK).sum(dim=1, dtype=torch.int64)
+        total = total + (blocks * torch.arange(3, 2 * len(blocks) + 3, 2, device=bits.device)).sum()
+    return total
 
 
 def optimizer_steps(optimizer: Any) -> int | None:
     """Return how many steps an optimizer has made, None where it does not count them or has made none."""
     while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
         optimizer = optimizer.optimizer
-    for state in getattr(optimizer, "state", {}).values():
-        if isinstance(state, Mapping) and "step" in state:
-            return int(state["step"])
-    for group in getattr(optimizer, "param_groups", ()):
-        if "step" in group:
-            return int(group["step"])
-    return None
+    states = [state for state in getattr(optimizer, "state", {}).values() if isinstance(state, Mapping)]
+    counts = [torch.as_tensor(part["step"]) for part in [*states, *optimizer.param_groups] if "step" in part]
+    if not counts:
+        return None
+    devices = {count.device for count in counts}
+    return int(max(torch.stack([c for c in counts if c.device == device]).max() for device in devices))

@@ -444,7 +444,7 @@ class KLGuard:
             return None
 
     def _before_the_trouble(self, reason: Finding) -> Callable[[Checkpoint], bool]:
-        """Return a test of checkpoints: was KL still below what `reason` calls trouble, warm-up or not?
+        """Return a test of checkpoints: whether KL was still below what `reason` calls trouble, warm-up or not.
 
         A departure is an estimate. Where KL had risen early and crawled since, it may be dated into the trouble.
         """

@@ -1,11 +1,12 @@
-"""KL_NONFINITE, KL_MISSING and REFERENCE_MISMATCH: what else a series can say."""
+"""KL_NONFINITE, KL_MISSING, REFERENCE_MISMATCH, RESTORED_KL_HIGH: what else a series can say."""
 
+import json
 import math
 
 import pytest
 
 from kl_guard import GuardConfig, Observation, replay
-from kl_guard.detectors import KLMissing, KLNonfinite, ReferenceMismatch
+from kl_guard.detectors import KLMissing, KLNonfinite, ReferenceMismatch, RestoredKL
 
 NAN, INF = math.nan, math.inf
 
@@ -138,3 +139,51 @@ def test_reference_mismatch_is_active_within_twice_the_first_value():
         detector.update(Observation(step, kl_mean=kl))
         actives.append(detector.active)
     assert actives == [True, True, False, False, True]
+
+
+def restored(values, recorded=0.02, config=None):
+    """What is said of the first KLs after going back to step 40."""
+    detector = RestoredKL(config)
+    detector.expect(40, recorded)
+    found = [detector.update(Observation(41 + i, kl_mean=v)) for i, v in enumerate(values)]
+    return [f and (f.step, f.severity.value) for f in found if f]
+
+
+@pytest.mark.parametrize(
+    ("values", "recorded", "said"),
+    [
+        ([0.02] * 9, 0.02, []),
+        ([0.3] * 9, 0.02, [(45, "warn")]),
+        ([0.3] * 9, 0.2, []),
+        ([2.0, 2.0, 0.3, 0.03, 0.02, 0.02], 0.02, [(45, "warn")]),  # median 0.3
+        ([2.0, 2.0, 0.03, 0.03, 0.02, 0.02], 0.02, []),  # engines may need some steps
+        ([2.0] * 9, 0.02, [(45, "critical")]),
+        ([2.0] * 9, 0.9, []),
+        ([math.nan, 2.0, None, 2.0, 2.0, 2.0, 2.0], 0.02, [(47, "critical")]),
+        ([9.0] * 9, None, []),
+    ],
+)
+def test_restored_kl(values, recorded, said):
+    """Against what was recorded at that checkpoint, five together."""
+    assert restored(values, recorded) == said
+
+
+def test_restored_kl_of_another_kind():
+    """A sequence sum has no absolute limits: only the ratio counts, and not against zero."""
+    config = GuardConfig(kl_kind="sequence_sum")
+    assert restored([9.0] * 9, 4.0, config) == []
+    assert restored([13.0] * 9, 4.0, config) == [(45, "critical")]
+    assert restored([13.0] * 9, 0.0, config) == []
+
+
+def test_restored_kl_counts_steps_once_and_keeps_its_state():
+    """The same step observed again is one; state goes through JSON."""
+    detector = RestoredKL()
+    detector.expect(40, 0.02)
+    for step in (41, 41, 41, 42, 43):
+        assert detector.update(Observation(step, kl_mean=2.0)) is None
+    other = RestoredKL()
+    other.load_state_dict(json.loads(json.dumps(detector.state_dict())))
+    assert other.update(Observation(44, kl_mean=2.0)) is None
+    assert other.update(Observation(45, kl_mean=2.0)).severity == "critical"
+    assert other.update(Observation(40, kl_mean=2.0)) is None
