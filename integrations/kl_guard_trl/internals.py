@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ def why_not_back(trainer: Any) -> str:
         )
     if getattr(args, "sync_ref_model", False) and (is_fsdp(trainer) or is_deepspeed(trainer)):
         return "sync_ref_model with a sharded model: the reference that moves cannot be kept. The guard halts instead"
+    if is_deepspeed(trainer) and "scheduler" in _deepspeed_config(trainer):
+        return (
+            "the scheduler of DeepSpeed keeps its rates outside of checkpoints, so a changed one would not last. The "
+            "guard halts instead; without a scheduler in DeepSpeed's configuration, that of the trainer is used"
+        )
     missing = [name for name in ROLLOUTS if not hasattr(trainer, name)]
     if hasattr(args, "steps_per_generation") and missing:
         return (
@@ -47,6 +52,11 @@ def is_fsdp(trainer: Any) -> bool:
 def is_deepspeed(trainer: Any) -> bool:
     """Return whether the model is trained by DeepSpeed."""
     return bool(getattr(trainer, "is_deepspeed_enabled", False))
+
+
+def _deepspeed_config(trainer: Any) -> Mapping[str, Any]:
+    config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
+    return config if isinstance(config, Mapping) else {}
 
 
 def forget_rollouts(trainer: Any, step: int) -> None:

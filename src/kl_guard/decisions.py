@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kl_guard.checkpoints import Keeper
 from kl_guard.config import GuardConfig
 from kl_guard.detectors import RestoredKL
 from kl_guard.findings import Checkpoint, Finding, Step
@@ -53,6 +56,35 @@ def _why_not_back(
     if target is None:
         return "there is no checkpoint from before the departure"
     return ""
+
+
+def target(config: GuardConfig, memory: Memory, checkpoints: Keeper, reason: Finding) -> Checkpoint | None:
+    """Return the checkpoint to go back to for `reason`, None where there is none.
+
+    KL logged at a step shows the weights of the step before, so the update before the departure is suspect already.
+    """
+    departure = reason.step if reason.departure_step is None else reason.departure_step
+    index = memory.history.index(departure)
+    first = memory.history[index].first_step if index < len(memory.history) else departure
+    behind = first - 1 - config.rollback_margin
+    return checkpoints.newest_before(behind, now=reason.step, good=_before_the_trouble(config, memory, reason))
+
+
+def _before_the_trouble(config: GuardConfig, memory: Memory, reason: Finding) -> Callable[[Checkpoint], bool]:
+    """Return a test of checkpoints: whether KL was still below what `reason` calls trouble, warm-up or not.
+
+    A departure is an estimate. Where KL had risen early and crawled since, it may be dated into the trouble.
+    """
+    baseline = reason.evidence.get("baseline")
+    if not isinstance(baseline, (int, float)):
+        return lambda _: True
+    limit = max(config.abs_floor, config.ratio * baseline)
+
+    def test(checkpoint: Checkpoint) -> bool:
+        recorded = memory.recorded_kl(checkpoint.step)
+        return recorded is None or recorded < limit
+
+    return test
 
 
 def same_place(failures: list[Failure], reason: Finding, history: History) -> Failure | None:

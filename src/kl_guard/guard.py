@@ -16,14 +16,14 @@ from kl_guard import incidents
 from kl_guard._version import __version__
 from kl_guard.checkpoints import Keeper
 from kl_guard.config import GuardConfig
-from kl_guard.decisions import choose
+from kl_guard.decisions import choose, target
 from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
 from kl_guard.memory import Changes, Failure, Memory, recall
 from kl_guard.messages import describe, describe_decision
-from kl_guard.observation import METRICS, Observation, as_number, as_step, as_window
+from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.panel import Panel
 from kl_guard.stats import HorizonWindow
 
@@ -246,13 +246,13 @@ class KLGuard:
             memory = recall(Journal(self.folder).read())
             if memory.pending is None or memory.run_id is None:
                 return False
-            target = memory.checkpoints.get(memory.pending) or Checkpoint(memory.pending, "")
+            back = memory.checkpoints.get(memory.pending) or Checkpoint(memory.pending, "")
             self._begun, self._memory = True, memory
             self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
             reason = next((f for f in reversed(memory.findings) if self._panel.acts(f)), None)
-            self._standing = Decision("rollback", (), target, reason, "decided before the process ended")
+            self._standing = Decision("rollback", (), back, reason, "decided before the process ended")
             if self._announces:
-                logger.warning("kl-guard: an earlier process had decided to go back to step %d", target.step)
+                logger.warning("kl-guard: an earlier process had decided to go back to step %d", back.step)
         except Exception:
             self._fail("reading what an earlier process had decided")
             return False
@@ -278,18 +278,18 @@ class KLGuard:
             standing = self._standing
             if standing is None or standing.action != "rollback" or standing.checkpoint is None:
                 return None
-            target = self.checkpoints.newest_before(standing.checkpoint.step + 1)
-            if target is None:
+            back = self.checkpoints.newest_before(standing.checkpoint.step + 1)
+            if back is None:
                 self.give_up("the checkpoint that was to be gone back to is not sound any more")
                 return None
-            unknown = [path for step, path in sorted((present or {}).items(), reverse=True) if step > target.step]
+            unknown = [path for step, path in sorted((present or {}).items(), reverse=True) if step > back.step]
             self.checkpoints.move_aside(unknown, self.attempt)
             if folder_of is not None:
-                self.checkpoints.provide(target, folder_of(target.step), self.attempt)
+                self.checkpoints.provide(back, folder_of(back.step), self.attempt)
         except Exception:
             self._fail("making the files ready for going back")
             return None
-        return target
+        return back
 
     def rolled_back(self, to_step: Any) -> None:
         """Say that the checkpoint of `to_step` is being restored, as a decision "rollback" asked: a new attempt."""
@@ -357,23 +357,10 @@ class KLGuard:
     # One observation, in order: read, merged or appended, journaled, judged, decided.
 
     def _read(self, step: Any, metrics: tuple[Any, ...], window: Any) -> Observation | None:
-        try:
-            step = as_step(step)
-        except ValueError as error:
-            self._warn_once("step", f"an observation is left out: {error}")
-            return None
-        try:
-            window = as_window(window)
-        except ValueError as error:
-            self._warn_once("window", f"the observation counts as one step: {error}")
-            window = 1
-        values: dict[str, Any] = {}
-        for name, value in zip(METRICS, metrics, strict=True):
-            try:
-                values[name] = as_number(name, value)
-            except ValueError as error:
-                self._warn_once(name, f"a value counts as missing: {error}")
-        return Observation(step, window=window, **values)
+        observation, complaints = read_observation(step, metrics, window)
+        for key, text in complaints.items():
+            self._warn_once(key, text)
+        return observation
 
     def _observe(self, observation: Observation) -> Decision:
         last = self.history.steps[-1] if len(self.history) else None
@@ -416,11 +403,11 @@ class KLGuard:
     def _stand(self, reason: Finding) -> None:
         """Decide, once: the decision stands until the loop has gone back or resumed, whatever else fails here."""
         self._standing = Decision("halt", (), None, reason)
-        target = self._target(reason)
+        back = self._target(reason)
         hopeless = self._panel.wrong_from_the_start
-        action, note = choose(self.config, self._memory, reason, target, hopeless=hopeless)
-        self._standing = decision = Decision(action, (), target, reason, note)
-        to_step = target.step if target is not None and action == "rollback" else None
+        action, note = choose(self.config, self._memory, reason, back, hopeless=hopeless)
+        self._standing = decision = Decision(action, (), back, reason, note)
+        to_step = back.step if back is not None and action == "rollback" else None
         failure = Failure(reason.signature, reason.step, reason.departure_step)
         self._memory.decide(failure, to_step)
         facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
@@ -432,32 +419,11 @@ class KLGuard:
                 logger.error("kl-guard: the incident is in %s", written)
 
     def _target(self, reason: Finding) -> Checkpoint | None:
-        """Return the checkpoint to go back to: KL logged at a step shows the weights of the step before."""
-        departure = reason.step if reason.departure_step is None else reason.departure_step
-        index = self.history.index(departure)
-        first = self.history[index].first_step if index < len(self.history) else departure
         try:
-            behind = first - 1 - self.config.rollback_margin
-            return self.checkpoints.newest_before(behind, now=reason.step, good=self._before_the_trouble(reason))
+            return target(self.config, self._memory, self.checkpoints, reason)
         except Exception:
             self._fail("looking for a checkpoint")
             return None
-
-    def _before_the_trouble(self, reason: Finding) -> Callable[[Checkpoint], bool]:
-        """Return a test of checkpoints: whether KL was still below what `reason` calls trouble, warm-up or not.
-
-        A departure is an estimate. Where KL had risen early and crawled since, it may be dated into the trouble.
-        """
-        baseline = reason.evidence.get("baseline")
-        if not isinstance(baseline, (int, float)):
-            return lambda _: True
-        limit = max(self.config.abs_floor, self.config.ratio * baseline)
-
-        def test(checkpoint: Checkpoint) -> bool:
-            recorded = self._memory.recorded_kl(checkpoint.step)
-            return recorded is None or recorded < limit
-
-        return test
 
     def _write_incident(self, decision: Decision) -> Path | None:
         """Write what is needed to understand a decision; return where."""

@@ -149,3 +149,34 @@ def _short(value: object) -> str:
     except Exception:
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def read_observation(step: Any, metrics: tuple[Any, ...], window: Any) -> tuple[Observation | None, dict[str, str]]:
+    """Return what a step logged as an observation, and a complaint for each value that cannot be read, by its name.
+
+    Such a value counts as missing, such a window as one step; without a readable step there is no observation.
+
+    Parameters
+    ----------
+    step, window:
+        As `KLGuard.observe` takes them.
+    metrics:
+        Values in the order of `METRICS`.
+    """
+    complaints: dict[str, str] = {}
+    try:
+        step = as_step(step)
+    except ValueError as error:
+        return None, {"step": f"an observation is left out: {error}"}
+    try:
+        window = as_window(window)
+    except ValueError as error:
+        complaints["window"] = f"the observation counts as one step: {error}"
+        window = 1
+    values: dict[str, Any] = {}
+    for name, value in zip(METRICS, metrics, strict=True):
+        try:
+            values[name] = as_number(name, value)
+        except ValueError as error:
+            complaints[name] = f"a value counts as missing: {error}"
+    return Observation(step, window=window, **values), complaints

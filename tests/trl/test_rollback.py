@@ -13,6 +13,7 @@ from kl_guard import KLGuardHalted
 from kl_guard.journal import read_journal
 from kl_guard.memory import recall
 from kl_guard_trl import KLGuardCallback
+from kl_guard_trl.internals import why_not_back
 from trl_runs import Events, SetKL, training_logs
 from trl_state import Record
 
@@ -452,15 +453,24 @@ def test_a_trainer_that_keeps_its_rollouts_elsewhere(make_trainer, caplog):
     assert "keeps its rollouts elsewhere (no _buffered_inputs)" in caplog.text
 
 
-def test_async_grpo_is_refused():
-    """Its worker cannot be started again in the same process."""
-    from kl_guard_trl.internals import why_not_back
+def test_what_cannot_be_taken_back_is_refused():
+    """Async GRPO's worker cannot be started again; DeepSpeed's scheduler would forget; a sharded reference is lost."""
+    from types import SimpleNamespace
 
     class AsyncGRPOTrainer:
         args = None
         callback_handler = None
 
     assert "start the script again" in why_not_back(AsyncGRPOTrainer())
+    config = SimpleNamespace(config={"scheduler": {"type": "WarmupLR"}})
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(hf_deepspeed_config=config), is_deepspeed_enabled=True, callback_handler=None
+    )
+    assert "the scheduler of DeepSpeed" in why_not_back(trainer)
+    config.config = {}
+    assert why_not_back(trainer) == ""
+    trainer.args.sync_ref_model = True
+    assert "sync_ref_model with a sharded model" in why_not_back(trainer)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove"])
