@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import TrainOutput
 
 from kl_guard import Checkpoint, KLGuard
+from kl_guard_trl import ranks
 from kl_guard_trl.faults import Faults
 from kl_guard_trl.way_back import RestoreFailed, WayBack, checkpoints_in
 
@@ -59,19 +60,28 @@ class Reentry:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train to the end, going back as often as the guard asks for it and its budget allows."""
         self.returning = False
-        resume = self._decided_before() if resume_from_checkpoint is True else None
-        resume = resume_from_checkpoint if resume is None else resume
+        self._callback.rollbacks = []
+        resume: Any = resume_from_checkpoint
         output: Any = TrainOutput(0, 0.0, {})
+        if self._decided_before(resume):
+            if self.way.target is None:
+                self._refuse("a rollback that an earlier process had decided cannot be made")
+                return output
+            resume = self.way.target.path
         while True:
             self._begun = self.goes_back = False
             self.way.resume_from = self._resolve(resume)
             try:
                 output = self._train(resume, *args, **kwargs)
             except Exception as error:
-                refused = isinstance(error, RestoreFailed)
-                if not refused and not (self.returning and not self._begun):
+                if isinstance(error, RestoreFailed):
+                    self._refuse(f"the restored state failed its check: {error}")
+                elif self.returning and not self._begun:
+                    self._refuse(f"the trainer cannot load it: {error}")
+                    if ranks.world_size() > 1:
+                        raise  # the others may be waiting: only the end of this process ends their wait
+                else:
                     raise  # the user's own
-                self._refuse(f"the restored state failed its check: {error}" if refused else f"cannot load: {error}")
                 return output
             if not self.goes_back:
                 return output
@@ -96,13 +106,14 @@ class Reentry:
             On all ranks, out of the trainer and into `train`.
         """
         way, guard, guarded = self.way, self._callback.guard, self._faults.guarded
-        if not way.ready or way.resume_from is None:
+        if way.resume_from is None:
+            guarded(way.undo)
             return
         checkpoint = way.target if self.returning else None
         if checkpoint is None and guard is not None:
-            checkpoint = guarded(guard.checkpoints.get, state.global_step)
+            checkpoint = guarded(way.known, guard, state.global_step)
         begins = self.returning or bool(guard is not None and guarded(_begins, guard, checkpoint))
-        if any(self._faults.shared(begins)):
+        if any(self._faults.shared(begins and way.ready)):
             rollbacks = self._callback.rollbacks
             way.restore(guard, checkpoint, rollbacks[-1].reason if rollbacks else None)
         elif guard is not None:
@@ -112,27 +123,43 @@ class Reentry:
         """Say that the run has begun: what the trainer raises from now on is not about loading."""
         self._begun = True
 
-    def _decided_before(self) -> str | None:
-        """Return the checkpoint of a rollback that a killed process had decided and not got to."""
-        if not self.way.ready:
-            return None
+    def _decided_before(self, resume: Any) -> bool:
+        """Return whether a killed process had decided on a rollback and not got to it; then it is made ready.
+
+        Where the user names a checkpoint, it must be the one that the trainer would have taken, or that rollback's own:
+        any other is the user's decision.
+        """
+        self.way.target = None
+        if not self.way.ready or not resume:
+            return False
         guarded, shared = self._faults.guarded, self._faults.shared
-        guard = guarded(self._recovering)
-        target = None
-        if all(shared(guard is not None)) and guard is not None:
-            target = guarded(self.way.make_ready, guard)
+        guard = guarded(self._recovering, self._resolve(resume))
+        decided = any(shared(guard is not None))
+        if decided:
+            guarded(self.way.make_ready, guard)
+            if not all(shared(self.way.target is not None)):
+                self.way.target = None
         if guard is not None:
             guard.close()
-        return None if target is None else target.path
+        return decided
 
-    def _recovering(self) -> KLGuard | None:
+    def _recovering(self, resume: Path | None) -> KLGuard | None:
         guard = self._callback.new_guard(self.way.trainer.args)
-        return guard if guard.recover() else None
+        newest = self._resolve(True)
+        if resume is not None and newest is not None and guard.recover():
+            back = guard.decision.checkpoint
+            own = [newest] if back is None else [newest, Path(back.path), self.way.folder_of(back.step)]
+            pins = guard.folder / "pins" if guard.folder is not None else newest.parent
+            if back is not None:
+                own.append(pins / f"step-{back.step}")
+            if resume.resolve() in [path.resolve() for path in own]:
+                return guard
+        guard.close()
+        return None
 
     def _make_ready(self) -> Checkpoint | None:
         """Make everything ready for the rollback that is decided; None, and halted, where it cannot be."""
-        guard = self._callback.guard
-        target = self._faults.guarded(self.way.make_ready, guard) if guard is not None else None
+        target = self._faults.guarded(self.way.make_ready, self._callback.guard)
         if not all(self._faults.shared(target is not None)):
             self._refuse("the files could not be made ready for going back")
             return None

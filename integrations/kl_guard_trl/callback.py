@@ -242,8 +242,13 @@ class KLGuardCallback(TrainerCallback):
             for line in hosts.limits(args, state, self.config, why_not_back):
                 logger.warning("kl-guard: %s", line)
         if state.global_step > 0 or (self._way is not None and self._way.resume_from is not None):
-            self.guard.resumed(state.global_step, history=hosts.training_logs(state.log_history))
-            self._find_checkpoints(Path(args.output_dir), state.global_step)
+            ours = {
+                step: folder
+                for step, folder in checkpoints_in(Path(args.output_dir)).items()
+                if hosts.of_one_run(folder, state.log_history)
+            }
+            self.guard.resumed(state.global_step, hosts.training_logs(state.log_history), present=ours)
+            self._find_checkpoints(ours, state.global_step)
 
     def new_guard(self, args: Any, expected: int | None = None) -> KLGuard:
         """Return a guard that halts where it cannot go back, so that it does not say it would."""
@@ -267,8 +272,13 @@ class KLGuardCallback(TrainerCallback):
                     obstacles[0] or "a fault of the guard",
                 )
             return
+        if args.process_index == 0:
+            self._faults.guarded(way.forget_start)  # what a killed process left half-done
+        self._faults.shared(None)  # nobody saves before that is done
         folder = self._faults.guarded(way.save_start)
         if all(self._faults.shared(folder is not None)) and folder is not None:  # every rank has written its part
+            if args.process_index == 0:
+                self._faults.guarded(way.keep_reference, folder)
             self._note_checkpoint(args, 0, folder, aligned=True, take=True)
         if args.process_index == 0:
             self._faults.guarded(way.forget_start)
@@ -284,11 +294,11 @@ class KLGuardCallback(TrainerCallback):
             note = functools.partial(self.guard.checkpoint_saved, aligned=aligned, facts=facts, take=take)
             self._faults.guarded(note, step, folder)
 
-    def _find_checkpoints(self, output_dir: Path, step: int) -> None:
+    def _find_checkpoints(self, present: Mapping[int, Path], step: int) -> None:
         """Tell the guard of checkpoints that an earlier process saved and its journal does not know."""
         assert self.guard is not None  # noqa: S101 - called by _start
         known = {c.step for c in self.guard.checkpoints}
-        for saved_at, folder in sorted(checkpoints_in(output_dir).items()):
+        for saved_at, folder in sorted(present.items()):
             if saved_at <= step and saved_at not in known:
                 self.guard.checkpoint_saved(saved_at, folder)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kl_guard import GuardConfig
@@ -184,3 +186,12 @@ def training_logs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         out.append({**row, "window": max(1, row["step"] - last)})
         last = row["step"]
     return out
+
+
+def of_one_run(checkpoint: Path, rows: list[dict[str, Any]]) -> bool:
+    """Return whether a checkpoint is of the run that has logged `rows`: one history is the beginning of the other."""
+    try:
+        theirs = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return all(json.dumps(a, default=str) == json.dumps(b, default=str) for a, b in zip(theirs, rows, strict=False))

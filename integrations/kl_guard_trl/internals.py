@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,9 +112,8 @@ def set_beta(trainer: Any, beta: float) -> None:
 def save_start(trainer: Any, folder: Path) -> Path:
     """Let the trainer save its state before the first step, in `folder`; return the checkpoint's folder.
 
-    Every process must call this.
+    Every process must call this. Without sharding no process waits for another in it: one that fails fails alone.
     """
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed process left half-done
     with _saving_to(trainer, folder):
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
     return folder / f"checkpoint-{trainer.state.global_step}"
@@ -127,8 +125,11 @@ def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
     args = trainer.args
     before = {name: getattr(args, name) for name in ("output_dir", "push_to_hub", "save_total_limit")}
     args.output_dir, args.push_to_hub, args.save_total_limit = str(folder), False, None
+    trainer.store_flos = lambda: None  # sums over all processes, and there is nothing to sum yet
+    trainer.create_model_card = lambda *_, **__: None
     try:
         yield
     finally:
+        del trainer.store_flos, trainer.create_model_card
         for name, value in before.items():
             setattr(args, name, value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.utils import set_seed
 
-from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard
+from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_trl import internals, ranks, reference
 from kl_guard_trl.changes import RollbackContext, as_configured
 from kl_guard_trl.facts import differences, facts_of, fingerprint
@@ -57,6 +57,7 @@ class WayBack:
         self.target: Checkpoint | None = None
         self._original_beta = internals.beta_of(trainer)
         self._seed: int | None = None
+        self._learning_rate = 1.0  # factor in force
 
     @property
     def ready(self) -> bool:
@@ -99,32 +100,43 @@ class WayBack:
 
     # Going back.
 
-    def make_ready(self, guard: KLGuard) -> Checkpoint | None:
+    def make_ready(self, guard: KLGuard | None) -> Checkpoint | None:
         """Prepare files and trainer for a rollback that is decided; return the checkpoint, None where it cannot be.
 
-        Every process must call this.
+        Every process must call this, one whose guard is broken too.
         """
-        found: Checkpoint | None = None
-        if self.trainer.args.process_index == 0:
-            try:
-                found = guard.go_back(self.folder_of, checkpoints_in(Path(self.trainer.args.output_dir)))
-                if found is not None:
-                    self._put_completions_aside(found.step, guard.attempt)
-            except Exception:
-                found = None
-                logger.exception("kl-guard: a fault of the guard itself in making files ready for going back")
+        try:
+            found = self._prepare_files(guard) if guard is not None and self.trainer.args.process_index == 0 else None
+        except Exception:
+            found = None
+            logger.exception("kl-guard: a fault of the guard itself in making files ready for going back")
         target: Checkpoint | None = ranks.gather(found)[0]
         if target is None:
             return None
-        missing = ranks.gather(not Path(target.path).is_dir())
-        if any(missing):
-            guard.give_up(f"{target.path} is not seen by every process: the output folder must be shared by all nodes")
+        if not all(ranks.gather(guard is not None and _is_folder(target.path))):
+            if guard is not None:
+                guard.give_up(f"{target.path} is not seen by every process: the nodes must share the output folder")
             return None
-        guard.rolled_back(target.step)
+        if guard is not None:
+            guard.rolled_back(target.step)
         self.target = target
         internals.forget_rollouts(self.trainer, target.step)
         internals.unwrap_engine(self.trainer)
         return target
+
+    def _prepare_files(self, guard: KLGuard) -> Checkpoint | None:
+        found = guard.go_back(self.folder_of, checkpoints_in(Path(self.trainer.args.output_dir)))
+        if found is not None:
+            self._put_completions_aside(found.step, guard.attempt)
+        return found
+
+    def undo(self) -> None:
+        """At a fresh start: put back what an earlier run of this trainer had changed."""
+        if self._original_beta is not None:
+            internals.set_beta(self.trainer, self._original_beta)
+        if self._learning_rate != 1.0:
+            learning_rate.scale(self.trainer.optimizer, self.trainer.lr_scheduler, 1 / self._learning_rate)
+            self._learning_rate = 1.0
 
     def restore(self, guard: KLGuard | None, checkpoint: Checkpoint | None, reason: Finding | None) -> None:
         """Change what is to be done otherwise, and compare what was loaded with what was saved.
@@ -151,6 +163,7 @@ class WayBack:
         if everywhere or context is None or guard is None or checkpoint is None:
             raise RestoreFailed("; ".join(everywhere))
         self._seed = context.seed
+        self._learning_rate = context.changes.learning_rate
         guard.changed(context.changes)
         if self.trainer.args.process_index == 0:
             what = "checked: " + ", ".join(checkpoint.facts) if checkpoint.facts else "only its step could be checked"
@@ -164,8 +177,13 @@ class WayBack:
 
     def carry_on(self, guard: KLGuard, checkpoint: Checkpoint | None) -> None:
         """After a restart of the process: put back what no checkpoint holds, beta and a moving reference."""
-        if self.resume_from is not None and checkpoint is not None:
+        if checkpoint is not None:
             self._restore_reference(checkpoint)
+        elif guard.attempt > 0 and self.trainer.args.process_index == 0:
+            logger.warning(
+                "kl-guard: this run was taken back before, and what it resumes from is no checkpoint that the guard "
+                "knows: the learning rate is left as it is found there"
+            )
         changes = guard.changes
         if changes is not None and self._original_beta and changes.beta != 1.0:
             internals.set_beta(self.trainer, self._original_beta * changes.beta)
@@ -177,6 +195,15 @@ class WayBack:
         if self._seed is not None:
             set_seed(self._seed, device_specific=True)
             self._seed = None
+
+    def known(self, guard: KLGuard, step: int) -> Checkpoint | None:
+        """Return the checkpoint that training was resumed from, where it is one of this run's, or a pin of one."""
+        checkpoint = guard.checkpoints.get(step)
+        if checkpoint is None or self.resume_from is None:
+            return None
+        pin = Path(self.trainer.args.output_dir) / "kl_guard" / "pins" / f"step-{step}"
+        places = [Path(checkpoint.path), pin, self.folder_of(step)]
+        return checkpoint if self.resume_from.resolve() in [place.resolve() for place in places] else None
 
     def _restore_reference(self, checkpoint: Checkpoint) -> None:
         if reference.moves(self.trainer):
@@ -233,6 +260,13 @@ class WayBack:
                 aside = folder / "kl_guard" / "quarantine" / f"attempt-{attempt}-completions"
                 aside.mkdir(parents=True, exist_ok=True)
                 file.replace(aside / file.name)
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:

@@ -67,15 +67,15 @@ def target(config: GuardConfig, memory: Memory, checkpoints: Keeper, reason: Fin
     index = memory.history.index(departure)
     first = memory.history[index].first_step if index < len(memory.history) else departure
     behind = first - 1 - config.rollback_margin
-    return checkpoints.newest_before(behind, now=reason.step, good=_before_the_trouble(config, memory, reason))
+    return checkpoints.newest_before(behind, now=reason.step, good=before_the_trouble(config, memory, reason))
 
 
-def _before_the_trouble(config: GuardConfig, memory: Memory, reason: Finding) -> Callable[[Checkpoint], bool]:
+def before_the_trouble(config: GuardConfig, memory: Memory, reason: Finding | None) -> Callable[[Checkpoint], bool]:
     """Return a test of checkpoints: whether KL was still below what `reason` calls trouble, warm-up or not.
 
     A departure is an estimate. Where KL had risen early and crawled since, it may be dated into the trouble.
     """
-    baseline = reason.evidence.get("baseline")
+    baseline = reason.evidence.get("baseline") if reason is not None else None
     if not isinstance(baseline, (int, float)):
         return lambda _: True
     limit = max(config.abs_floor, config.ratio * baseline)

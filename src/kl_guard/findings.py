@@ -102,8 +102,8 @@ class Checkpoint:
     """A checkpoint of the run.
 
     `step` is where it was saved, `path` its folder, `calm` whether no suspicion stood then, `aligned` whether the
-    framework resumes from it exactly, `attempt` the attempt it belongs to. `facts` is what an adapter noted of the
-    state that was saved, to compare a restored one with.
+    framework resumes from it exactly, `attempt` the attempt it belongs to. `files` are the sizes of its files by name,
+    `facts` is what an adapter noted of the state that was saved, to compare a restored one with.
     """
 
     step: int
@@ -111,6 +111,7 @@ class Checkpoint:
     calm: bool = True
     aligned: bool = True
     attempt: int = 0
+    files: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -122,6 +123,7 @@ class Checkpoint:
             calm=bool(data["calm"]),
             aligned=bool(data.get("aligned", True)),
             attempt=int(data.get("attempt", 0)),
+            files={str(name): int(size) for name, size in (data.get("files") or {}).items()},
             facts=dict(data.get("facts") or {}),
         )
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from kl_guard import incidents
 from kl_guard._version import __version__
-from kl_guard.checkpoints import Keeper
+from kl_guard.checkpoints import Keeper, sizes_of
 from kl_guard.config import GuardConfig
-from kl_guard.decisions import choose, target
+from kl_guard.decisions import before_the_trouble, choose, target
 from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
@@ -207,9 +207,11 @@ class KLGuard:
         """
         try:
             calm = not self.suspicion
-            checkpoint = Checkpoint(as_step(step), os.fsdecode(path), calm, aligned, self.attempt, dict(facts or {}))
+            path = os.fsdecode(path)
+            files = sizes_of(Path(path))
+            checkpoint = Checkpoint(as_step(step), path, calm, aligned, self.attempt, files, dict(facts or {}))
             self._begin()
-            self._write("checkpoint", asdict(checkpoint), sync=True)
+            self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
             self._memory.checkpoints[checkpoint.step] = checkpoint
             self.checkpoints.saved(checkpoint, suspicion=self.suspicion, take=take)
         except ValueError as error:
@@ -217,18 +219,25 @@ class KLGuard:
         except Exception:
             self._fail("recording a checkpoint")
 
-    def resumed(self, step: Any, history: Iterable[Mapping[str, Any]] | None = None) -> None:
+    def resumed(
+        self,
+        step: Any,
+        history: Iterable[Mapping[str, Any]] | None = None,
+        present: Mapping[int, Path] | None = None,
+    ) -> None:
         """Say that the run goes on from a checkpoint of `step`; what was observed later is dropped.
 
         Later checkpoints of the run are moved to `<output_dir>/kl_guard/quarantine/`. A halt that stood is over; if
         what led to it still holds after `grace` observations, it is said again. In a new process the guard rebuilds its
         memory from the journal, or from `history` (rows with `step` and metrics, such as the trainer's log history)
-        where there is no journal.
+        where there is no journal. `present` are checkpoints of this run in its folder, by step: the guard may not have
+        been told of the last one before a kill.
         """
         try:
             step = as_step(step)
             self._remember(step, history)
-            self._take_over(step)
+            unknown = [path for saved_at, path in sorted((present or {}).items(), reverse=True) if saved_at > step]
+            self._take_over(step, aside=unknown)
             self._write("resume", {"step": step, "time": time.time()}, sync=True)
         except ValueError as error:
             self._warn_once("resumed", f"the resume is not taken in: {error}")
@@ -243,7 +252,7 @@ class KLGuard:
         try:
             if self._begun or self.folder is None:
                 return False
-            memory = recall(Journal(self.folder).read())
+            memory = self._recall()
             if memory.pending is None or memory.run_id is None:
                 return False
             back = memory.checkpoints.get(memory.pending) or Checkpoint(memory.pending, "")
@@ -278,7 +287,8 @@ class KLGuard:
             standing = self._standing
             if standing is None or standing.action != "rollback" or standing.checkpoint is None:
                 return None
-            back = self.checkpoints.newest_before(standing.checkpoint.step + 1)
+            good = before_the_trouble(self.config, self._memory, standing.reason)
+            back = self.checkpoints.newest_before(standing.checkpoint.step + 1, good=good)
             if back is None:
                 self.give_up("the checkpoint that was to be gone back to is not sound any more")
                 return None
@@ -462,7 +472,7 @@ class KLGuard:
         if self._begun:
             return
         self._begun = True
-        self._memory = memory = recall(Journal(self.folder).read()) if self.folder is not None else Memory()
+        self._memory = memory = self._recall()
         if step is not None:
             self._warn_of_trouble(memory.findings, step)
         if memory.run_id is None:
@@ -479,6 +489,26 @@ class KLGuard:
                 "no memory",
                 f"resumed at step {step} without a journal or log history: the baseline begins anew",
             )
+
+    def _recall(self) -> Memory:
+        """Return what the journal says; where it cannot be read nothing of the folder is touched."""
+        if self.folder is None:
+            return Memory()
+        journal = Journal(self.folder)
+        memory = recall(journal.read())
+        if journal.unreadable:
+            self._journal = None
+            self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
+        root = self.folder.parent
+        memory.checkpoints = {s: replace(c, path=os.fspath(root / c.path)) for s, c in memory.checkpoints.items()}
+        return memory
+
+    def _as_written(self, path: str) -> str:
+        """Return a path as the journal has it: relative to the output folder, which may be moved."""
+        try:
+            return os.fspath(Path(path).resolve().relative_to(self.folder.parent.resolve())) if self.folder else path
+        except (OSError, ValueError):
+            return path
 
     def _warn_of_trouble(self, findings: Iterable[Finding], step: int) -> None:
         """Say that a run is resumed from weights that the trouble had reached already."""
@@ -504,12 +534,13 @@ class KLGuard:
         for past in memory.history:
             self._write("observation", {"attempt": memory.attempt, **past.known()})
 
-    def _take_over(self, step: int, *, new_attempt: bool = False) -> None:
+    def _take_over(self, step: int, *, new_attempt: bool = False, aside: Iterable[Path] = ()) -> None:
         """Go on from `step`; detectors read the history again, without saying anything."""
         memory = self._memory
         known = {**memory.checkpoints, **{checkpoint.step: checkpoint for checkpoint in self.checkpoints}}
         self.checkpoints.begin(self.run_id, known.values(), writes=self._writes())
         self.checkpoints.go_back(step, self.attempt)
+        self.checkpoints.move_aside(aside, self.attempt)
         if new_attempt:
             memory.roll_back(step, self.attempt + 1)
         else:

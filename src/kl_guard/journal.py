@@ -85,6 +85,7 @@ class Journal:
         self.folder = Path(folder)
         self.path = self.folder / "journal.jsonl"
         self.locked_out = False
+        self.unreadable = False
         self._lock = FileLock(self.folder / "lock")
         self._file: int | None = None
         self._ends_torn = False
@@ -110,13 +111,17 @@ class Journal:
         return not self.locked_out
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the records on disk, [] where there are none; unreadable lines are logged."""
+        """Return the records on disk, [] where there are none; unreadable lines are logged.
+
+        Where the file is there and cannot be read, `unreadable` is set: what it holds is not known, not nothing.
+        """
         try:
             records, notes = read_journal(self.path)
         except FileNotFoundError:
             return []
         except OSError as error:
-            self._complain(error)
+            self.unreadable = True
+            logger.warning("kl-guard: %s cannot be read (%s)", self.path, error)
             return []
         for note in notes:
             logger.warning("kl-guard: %s", note)

@@ -43,6 +43,8 @@ def scale(optimizer: Any, scheduler: Any, factor: float) -> None:
             rates = getattr(one, name, None)
             if isinstance(rates, (list, tuple)):
                 setattr(one, name, [rate * factor for rate in rates])
+        if isinstance(getattr(one, "eta_min", None), (int, float)):  # the floor of a cosine
+            one.eta_min = one.eta_min * factor
 
 
 def schedulers(scheduler: Any) -> Iterator[Any]:

@@ -61,19 +61,24 @@ class Memory:
     since_rollback: int | None = None
     returned: Return | None = None
     pending: int | None = None
+    pending_failure: Failure | None = None
 
     def go_back(self, step: int) -> None:
         """Forget what came after `step`."""
         self.history.truncate(step)
         self.findings = [f for f in self.findings if f.step <= step]
         self.checkpoints = {s: c for s, c in self.checkpoints.items() if s <= step}
-        self.pending = None
+        self.pending = self.pending_failure = None
         if self.returned is not None and step < self.returned.step:
             self.returned = None
+        if self.since_rollback is not None and self.returned is not None:
+            self.since_rollback = len(self.history) - self.history.index(self.returned.step + 1)
 
     def roll_back(self, step: int, attempt: int) -> None:
         """Begin a new attempt from `step`: findings are said anew."""
         self.returned = Return(step, self.recorded_kl(step))
+        if self.pending_failure is not None:
+            self.failures.append(self.pending_failure)
         self.go_back(step)
         self.attempt = attempt
         self.rollbacks += 1
@@ -81,10 +86,9 @@ class Memory:
         self.since_rollback = 0
 
     def decide(self, failure: Failure, to_step: int | None) -> None:
-        """Note a decision to act; with `to_step` the failure counts when another one comes at the same step."""
+        """Note a decision to act; once the rollback `to_step` is made, the failure counts among those of the run."""
         self.pending = to_step
-        if to_step is not None:
-            self.failures.append(failure)
+        self.pending_failure = None if to_step is None else failure
 
     def observe(self, observation: Observation) -> None:
         """Add an observation: equal steps merge, smaller ones do not count."""

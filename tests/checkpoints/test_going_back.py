@@ -56,16 +56,19 @@ def test_names_in_quarantine_are_never_taken_twice(tmp_path):
     assert quarantine.take(tmp_path / "checkpoint-5", 0) is None
 
 
-@pytest.mark.parametrize("path", ["../outside", "link"])
+@pytest.mark.parametrize("path", ["../outside", "link/inside"])
 def test_what_lies_elsewhere_is_left_alone(tmp_path, caplog, path):
-    """Whatever a journal says, or where a link points."""
+    """Whatever a journal says; a link to another disk is moved itself, what it points to stays."""
     run = tmp_path / "run"
     run.mkdir()
-    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "inside").mkdir(parents=True)
     (run / "link").symlink_to(tmp_path / "outside")
-    assert Quarantine(run / "quarantine", within=run).take(run / path, 0) is None
-    assert (tmp_path / "outside").is_dir()
+    quarantine = Quarantine(run / "quarantine", within=run)
+    assert quarantine.take(run / path, 0) is None
+    assert (tmp_path / "outside" / "inside").is_dir()
     assert "lies outside of" in caplog.text
+    assert quarantine.take(run / "link", 0) == run / "quarantine" / "attempt-0-link"
+    assert (tmp_path / "outside" / "inside").is_dir()
 
 
 def test_a_folder_that_cannot_be_moved_is_said(tmp_path, caplog, monkeypatch):
@@ -80,7 +83,7 @@ def test_a_folder_that_cannot_be_moved_is_said(tmp_path, caplog, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", refuse)
     keeper.go_back(10)
-    assert "checkpoint-30, from after the departure, cannot be moved aside" in caplog.text
+    assert "checkpoint-30 cannot be moved aside" in caplog.text
     assert not (tmp_path / "checkpoint-20").exists()
     keeper.close()
 

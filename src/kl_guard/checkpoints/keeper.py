@@ -38,6 +38,7 @@ class Keeper:
         self._pins: PinStore | None = None
         self._quarantine: Quarantine | None = None
         self._said: set[str] = set()
+        self._reads = True
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._ledger)
@@ -50,6 +51,7 @@ class Keeper:
         self._ledger = Ledger()
         for checkpoint in known:
             self._ledger.add(checkpoint)
+        self._reads = writes or self._folder is None  # contents are for the process that decides to compare
         if self._folder is None or not writes:
             return
         self._quarantine = Quarantine(self._folder / "quarantine", within=self._folder.parent)
@@ -71,9 +73,18 @@ class Keeper:
         self._ledger.add(checkpoint)
         if self._pins is None:
             return
+        again = self._pins.forget(checkpoint.step)
+        if again is not None and self._quarantine is not None:
+            self._quarantine.take(again, checkpoint.attempt, name=f"pin-{checkpoint.step}")
         if checkpoint.calm:
-            source = Path(checkpoint.path)
-            self._pins.pin(checkpoint.step, source, calm=True, aligned=checkpoint.aligned, take=take)
+            self._pins.pin(
+                checkpoint.step,
+                Path(checkpoint.path),
+                calm=True,
+                aligned=checkpoint.aligned,
+                attempt=checkpoint.attempt,
+                take=take,
+            )
         if not suspicion:
             complete = [pin.step for pin in self._pins.pins()]  # one that is still being made replaces none that is
             self._pins.keep_only(wanted(complete, checkpoint.step))
@@ -88,8 +99,8 @@ class Keeper:
         moved = self.move_aside(reversed(later), attempt)
         if self._pins is not None and self._quarantine is not None:
             self._pins.wait()
-            for pin in self._pins.forget_after(step):
-                moved += self._quarantine.take(pin.path, attempt, name=f"pin-{pin.step}") is not None
+            for later_step, path in self._pins.forget_after(step):
+                moved += self._quarantine.take(path, attempt, name=f"pin-{later_step}") is not None
         if moved and self._quarantine is not None:
             logger.warning(
                 "kl-guard: %s of steps after %d moved to %s",
@@ -113,7 +124,7 @@ class Keeper:
         if pin is None or self._quarantine is None or self._pins is None:
             return
         if target.exists():
-            if not any(problems(target, pin.manifest)):
+            if self._pins.same(pin, target):
                 return
             self.move_aside([target], attempt)
         try:
@@ -171,8 +182,10 @@ class Keeper:
         path = Path(original.path)
         if not _is_there(path):
             return False  # taken by rotation: nothing to say about it
+        if not self._reads:
+            return True
         manifest = self._pins.manifest_of(original.step, path) if self._pins is not None else None
-        wrong = list(problems(path, manifest))
+        wrong = list(problems(path, manifest, original.files))
         for text in wrong:
             if text not in self._said:
                 self._said.add(text)
@@ -188,7 +201,7 @@ class Keeper:
         noted = self._ledger.get(pin.step)
         if noted is not None:
             return replace(noted, path=path)
-        return Checkpoint(pin.step, path, pin.manifest.calm, pin.manifest.aligned)
+        return Checkpoint(pin.step, path, pin.manifest.calm, pin.manifest.aligned, pin.manifest.attempt)
 
 
 def _is_there(path: Path) -> bool:

@@ -35,6 +35,7 @@ class Manifest:
     aligned: bool
     source: str
     files: Mapping[str, FileRecord]
+    attempt: int = 0
 
     def write(self, folder: Path) -> None:
         """Write the manifest into `folder` and bring it to the disk.
@@ -70,6 +71,7 @@ class Manifest:
                 bool(data["aligned"]),
                 str(data["source"]),
                 files,
+                int(data.get("attempt", 0)),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder / NAME} is no manifest ({error!r})") from error
@@ -99,6 +101,14 @@ def files_of(folder: Path) -> list[str]:
     """Return the files below a folder, as relative names with forward slashes, without links and manifests."""
     found = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
     return sorted(p.relative_to(folder).as_posix() for p in found if p.name != NAME)
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Return the size of each file below a folder, by name; {} where it cannot be read."""
+    try:
+        return {name: (folder / name).stat().st_size for name in files_of(folder)}
+    except (OSError, ValueError):
+        return {}
 
 
 def checksum(path: Path) -> str:

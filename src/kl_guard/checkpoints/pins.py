@@ -9,7 +9,7 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,10 +58,11 @@ class PinStore:
         Files of fewer bytes are copied, not linked.
     """
 
-    def __init__(self, folder: Path, run_id: str, *, small: int = SMALL) -> None:
+    def __init__(self, folder: Path, run_id: str, *, small: int | None = None) -> None:
         self.folder = folder
         self.run_id = run_id
-        self._small = small
+        self._small = SMALL if small is None else small
+        self._compared: dict[Path, object] = {}  # pins found sound, with the state of their files then
         self._worker: ThreadPoolExecutor | None = None
         self._building: dict[int, Future[None]] = {}
         self._said: set[str] = set()
@@ -82,7 +83,9 @@ class PinStore:
             if owner != self.run_id:
                 self._put_aside(path, owner)
 
-    def pin(self, step: int, source: Path, *, calm: bool, aligned: bool = True, take: bool = False) -> bool:
+    def pin(
+        self, step: int, source: Path, *, calm: bool, aligned: bool = True, attempt: int = 0, take: bool = False
+    ) -> bool:
         """Begin to pin the checkpoint in `source`; return whether it is being done.
 
         Costs the caller a link, or the opening of a file, per file. A step that is pinned already is left as it is.
@@ -102,13 +105,13 @@ class PinStore:
             else:
                 for name in names:
                     self._hold(source / name, draft / name, name, held)
-                self._check_room(source, held)
+                self._check_room(source, names, held)
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {source} is not pinned: {error}", str(error.errno))
             return False
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="kl-guard-pins")
-        manifest = Manifest(self.run_id, step, calm, aligned, str(source), {})
+        manifest = Manifest(self.run_id, step, calm, aligned, str(source), {}, attempt)
         self._building[step] = self._worker.submit(self._finish, draft, names, held, manifest)
         return True
 
@@ -138,10 +141,24 @@ class PinStore:
 
     def sound(self, pin: Pin) -> bool:
         """Compare a pin with its manifest, contents included; what differs is logged, naming the file."""
+        now = _states(pin.path)
+        if now is not None and self._compared.get(pin.path) == now:
+            return True  # a large checkpoint is read once, not at every look
         wrong = list(pin.manifest.problems(pin.path))
         for text in wrong:
             self._say(text, f"pin of step {pin.step} is not used: {text}")
+        if not wrong:
+            self._compared[pin.path] = now
         return not wrong
+
+    def same(self, pin: Pin, folder: Path) -> bool:
+        """Return whether a folder holds what a sound pin holds; files that are linked are not read again."""
+        try:
+            linked = [n for n in pin.manifest.files if (folder / n).exists() and (folder / n).samefile(pin.path / n)]
+        except OSError:
+            return False
+        rest = {name: record for name, record in pin.manifest.files.items() if name not in linked}
+        return not any(replace(pin.manifest, files=rest).problems(folder))
 
     def keep_only(self, steps: Iterable[int]) -> None:
         """Delete the complete pins of this run whose step is not among `steps`: only the guard's own surplus.
@@ -167,7 +184,7 @@ class PinStore:
                 manifest = Manifest.read(folder)
             except (OSError, ValueError):
                 continue
-            if manifest.run_id == self.run_id and Path(manifest.source) == source:
+            if manifest.run_id == self.run_id and Path(manifest.source).name == source.name:
                 return manifest
         return None
 
@@ -179,7 +196,7 @@ class PinStore:
         OSError
             If that cannot be done; nothing is left in `target` then.
         """
-        draft = target.with_name(f"{DRAFT}{target.name}-{PROCESS}")
+        draft = self.folder / f"{DRAFT}{target.name}-{PROCESS}"  # here, where a killed one is cleaned up
         try:
             for name in pin.manifest.files:
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
@@ -197,26 +214,39 @@ class PinStore:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def forget_after(self, step: int) -> list[Pin]:
-        """Drop what is known of later steps; return the pins of them, which are for the caller to move away."""
-        for known in (self.folder / KNOWN).glob("step-*"):
-            if known.name.removeprefix("step-").isdigit() and int(known.name.removeprefix("step-")) > step:
+    def forget_after(self, step: int) -> list[tuple[int, Path]]:
+        """Drop what is known of later steps; return step and folder of their pins, for the caller to move away."""
+        for later, known in _by_step(self.folder / KNOWN):
+            if later > step:
                 shutil.rmtree(known, ignore_errors=True)
-        return [pin for pin in self.pins() if pin.step > step]
+        return [(later, path) for later, path in _by_step(self.folder) if later > step]
+
+    def forget(self, step: int) -> Path | None:
+        """Drop what is known of one step, which is being saved again; return its pin, for the caller to move away."""
+        if step in self._building:
+            self.wait()
+        shutil.rmtree(self.folder / KNOWN / f"step-{step}", ignore_errors=True)
+        path = self.folder / f"step-{step}"
+        return path if path.exists() else None
 
     def _keep_manifest(self, doomed: Path, manifest: Manifest) -> None:
         folder = self.folder / KNOWN
         for known in folder.glob("step-*"):
             try:
-                gone = not Path(Manifest.read(known).source).exists()
+                gone = not self._original(Manifest.read(known)).exists()
             except (OSError, ValueError):
                 gone = True
             if gone:
                 shutil.rmtree(known, ignore_errors=True)
-        if Path(manifest.source).exists():
+        if self._original(manifest).exists():
             keep = folder / f"step-{manifest.step}"
             keep.mkdir(parents=True, exist_ok=True)
             (doomed / MANIFEST).replace(keep / MANIFEST)
+
+    def _original(self, manifest: Manifest) -> Path:
+        """Return where the original of a pin is, also when the output folder was moved since."""
+        moved = self.folder.parent.parent / Path(manifest.source).name
+        return moved if moved.exists() else Path(manifest.source)
 
     def _put_aside(self, path: Path, owner: str) -> None:
         """Move a pin that is not of this run to `<folder>/of-<run id>/`: it is not ours to delete."""
@@ -246,11 +276,11 @@ class PinStore:
                 return
         held[name] = source.open("rb", buffering=0)
 
-    def _check_room(self, source: Path, held: dict[str, BinaryIO]) -> None:
+    def _check_room(self, source: Path, names: list[str], held: dict[str, BinaryIO]) -> None:
         """Refuse to copy where the trainer's own saves would run out of space."""
         large = [f for f in held.values() if os.fstat(f.fileno()).st_size >= self._small]
         if large:
-            size = sum((source / name).stat().st_size for name in files_of(source))
+            size = sum((source / name).stat().st_size for name in names)
             free = shutil.disk_usage(self.folder).free
             if free < ROOM * size:
                 raise OSError(f"it would have to be copied ({size / 1e6:.0f} MB), and {free / 1e6:.0f} MB are free")
@@ -288,3 +318,20 @@ class PinStore:
         if key not in self._said:
             self._said.add(key)
             logger.warning("kl-guard: %s", text)
+
+
+def _by_step(folder: Path) -> list[tuple[int, Path]]:
+    """Return the folders `step-N` in a folder, by step."""
+    numbered = [(path.name.removeprefix("step-"), path) for path in folder.glob("step-*")]
+    return sorted((int(number), path) for number, path in numbered if number.isdigit())
+
+
+def _states(folder: Path) -> object:
+    """Return what changes when a file below a folder is written to; None where it cannot be told."""
+    try:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [
+            (path, (stat := path.stat()).st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path in files
+        ]
+    except OSError:
+        return None

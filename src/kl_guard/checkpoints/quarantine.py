@@ -35,13 +35,13 @@ class Quarantine:
         try:
             if not path.exists():
                 return None
-            if not path.resolve().is_relative_to(self._within.resolve()):
+            if not path.parent.resolve().is_relative_to(self._within.resolve()):  # a link itself may be moved
                 logger.warning("kl-guard: %s lies outside of %s and is left where it is", path, self._within)
                 return None
             self.folder.mkdir(parents=True, exist_ok=True)
             target = unused(self.folder / f"attempt-{attempt}-{name or path.name}")
             path.rename(target)
         except (OSError, ValueError) as error:
-            logger.warning("kl-guard: %s, from after the departure, cannot be moved aside: %s", path, error)
+            logger.warning("kl-guard: %s cannot be moved aside: %s", path, error)
             return None
         return target

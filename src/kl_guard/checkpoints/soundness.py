@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kl_guard.checkpoints.manifest import Manifest
@@ -12,16 +12,22 @@ from kl_guard.checkpoints.manifest import Manifest
 _LENGTH = 8  # bytes at the head of a safetensors file that hold the length of its header
 
 
-def problems(folder: Path, manifest: Manifest | None = None) -> Iterator[str]:
+def problems(folder: Path, manifest: Manifest | None = None, sizes: Mapping[str, int] | None = None) -> Iterator[str]:
     """Yield what is wrong with a checkpoint, each with the path of the file.
 
-    With a manifest every file is compared with it. Without one there must be files, none may be empty, and those that
-    say what is in them are asked: safetensors for its length, what torch saves for its checksums, JSON for being JSON.
+    With a manifest every file is compared with it. Without one there must be files, those of `sizes` with these sizes,
+    none may be empty, and those that say what is in them are asked: safetensors for its length, what torch saves for
+    its checksums, JSON for being JSON.
     """
     try:
         if manifest is not None:
             yield from manifest.problems(folder)
             return
+        for name, size in (sizes or {}).items():
+            if not (folder / name).is_file():
+                yield f"{folder / name} is missing"
+            elif (folder / name).stat().st_size != size:
+                yield f"{folder / name} has {(folder / name).stat().st_size} bytes instead of {size}"
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         if not files:
             yield f"{folder} is missing or empty"
