@@ -196,8 +196,9 @@ class Reentry:
 
 def _begins(guard: KLGuard, checkpoint: Checkpoint | None) -> bool:
     """Whether what the present attempt does otherwise is still to be done after loading a checkpoint."""
-    saved_in = 0 if checkpoint is None else checkpoint.attempt
-    return guard.attempt > 0 and (guard.changes is None or saved_in < guard.attempt)
+    return (
+        checkpoint is not None and guard.attempt > 0 and (guard.changes is None or checkpoint.attempt < guard.attempt)
+    )
 
 
 def _in_place_of(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

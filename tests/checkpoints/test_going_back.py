@@ -300,3 +300,132 @@ def test_without_a_rollback_decided_there_is_nowhere_to_go(tmp_path, action):
         guard.observe(step, kl)
     assert guard.go_back(folder_of(tmp_path)) is None
     guard.close()
+
+
+def test_a_resume_by_hand_ends_a_pending_rollback(tmp_path):
+    """It was never made: a later failure at the same step is the first one, and is gone back from."""
+    guard, _ = guard_with(tmp_path)
+    guard.close()
+    again = KLGuard(GuardConfig(action="rollback", grace=0), output_dir=tmp_path, announce=False)
+    again.resumed(20)
+    for step, kl in enumerate(blow_up()[20:], start=21):
+        decision = again.observe(step, kl)
+        if decision:
+            break
+        if step == 30:
+            again.checkpoint_saved(30, checkpoint(tmp_path, 30))
+    assert decision.action == "rollback", decision.note
+    again.close()
+
+
+def test_grace_is_not_used_up_by_restarts(tmp_path):
+    """Five observations after the rollback, however often the process was started again at its step."""
+    guard, _ = guard_with(tmp_path)
+    guard.go_back(folder_of(tmp_path))
+    guard.rolled_back(30)
+    for step in (31, 32):
+        guard.observe(step, 0.02)
+    guard.close()
+    for _ in range(2):
+        again = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, announce=False)
+        again.resumed(30)
+        assert again._grace_left == 5
+        again.close()
+
+
+def test_a_journal_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch, caplog):
+    """One read error: the pins stay where they are, and the next process finds everything again."""
+    guard, _ = guard_with(tmp_path)
+    run_id = guard.run_id
+    guard.close()
+    before = sorted(p.name for p in (tmp_path / "kl_guard" / "pins").iterdir())
+    journal = (tmp_path / "kl_guard" / "journal.jsonl").read_bytes()
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kl_guard.journal.read_journal", broken)
+        again = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, announce=False)
+        again.resumed(20)
+        again.observe(21, 0.02)
+        again.checkpoint_saved(22, checkpoint(tmp_path, 22))
+        again.close()
+    assert "cannot be read" in caplog.text
+    assert "watches without memory" in caplog.text
+    assert sorted(p.name for p in (tmp_path / "kl_guard" / "pins").iterdir()) == before
+    assert (tmp_path / "kl_guard" / "journal.jsonl").read_bytes() == journal
+    third = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, announce=False)
+    assert third.recover()
+    assert third.run_id == run_id
+    third.close()
+
+
+def test_an_output_folder_that_was_moved(tmp_path, monkeypatch):
+    """Or given relative, and the process started elsewhere: checkpoints, pins and quarantine are found as before."""
+    (tmp_path / "a").mkdir()
+    guard, decision = guard_with(tmp_path / "a")
+    guard.close()
+    (tmp_path / "a").rename(tmp_path / "b")
+    monkeypatch.chdir(tmp_path)
+    again = KLGuard(GuardConfig(action="rollback"), output_dir="b", announce=False)
+    assert again.recover()
+    shutil.rmtree(tmp_path / "b" / "kl_guard" / "pins" / f"step-{decision.checkpoint.step}")
+    assert again.go_back(folder_of(Path("b"))).step == decision.checkpoint.step
+    again.rolled_back(decision.checkpoint.step)
+    assert sorted(p.name for p in (tmp_path / "b").glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-20",
+        "checkpoint-30",
+    ]
+    again.close()
+
+
+def test_a_checkpoint_that_rotation_has_half_deleted(tmp_path, caplog):
+    """Without a pin too: the journal knows which files there were, and how large."""
+    config = GuardConfig(action="rollback", pin_checkpoints=False)
+    guard, _ = guard_with(tmp_path, config)
+    guard.close()
+    (tmp_path / "checkpoint-30" / "optimizer.pt").unlink()
+    again = KLGuard(config, output_dir=tmp_path, announce=False)
+    assert again.recover()
+    assert again.go_back(folder_of(tmp_path)).step == 20
+    assert f"{tmp_path / 'checkpoint-30' / 'optimizer.pt'} is missing" in caplog.text
+    again.close()
+
+
+def test_the_same_step_saved_again(tmp_path):
+    """Into the same folder: the older pin is moved aside, and the new one is what the trainer saved last."""
+    keeper = keep(tmp_path, 10)
+    path = tmp_path / "checkpoint-10"
+    (path / "optimizer.pt").write_bytes(b"PKnew")  # in place, through the link
+    keeper.saved(Checkpoint(10, str(path)))
+    keeper.wait()
+    assert content(Path(keeper.newest_before(20).path)) == content(path)
+    assert (tmp_path / "kl_guard" / "quarantine" / "attempt-0-pin-10").is_dir()
+    keeper.close()
+
+
+def test_a_checkpoint_that_nobody_could_tell_of_is_moved_too(tmp_path):
+    """Killed between the save and the note of it, then resumed from an earlier step."""
+    guard, _ = guard_with(tmp_path)
+    guard.close()
+    unknown = checkpoint(tmp_path, 45)
+    again = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, announce=False)
+    again.resumed(20, present={10: tmp_path / "checkpoint-10", 45: unknown})
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-20"]
+    again.close()
+
+
+def test_a_sound_pin_is_read_once(tmp_path, monkeypatch):
+    """Deciding, preparing and putting back look at it again and again; a large checkpoint takes minutes to read."""
+    from kl_guard.checkpoints import manifest
+
+    monkeypatch.setattr(pins_module, "SMALL", 1 << 10)
+    guard, _ = guard_with(tmp_path)
+    read = []
+    checksum = manifest.checksum
+    monkeypatch.setattr(manifest, "checksum", lambda path: read.append(path) or checksum(path))
+    assert guard.go_back(folder_of(tmp_path)).step == 30
+    assert [path for path in read if path.name == "model.safetensors"] == []
+    guard.close()

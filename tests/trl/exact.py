@@ -76,6 +76,31 @@ def build(strategy: str, model: str, output_dir: Path, callbacks: list) -> GRPOT
     return trainer
 
 
+def broken(*_: object, **__: object) -> None:
+    """A fault."""
+    raise OSError(28, "No space left on device")
+
+
+def break_something(mode: str, guard: KLGuardCallback, trainer: GRPOTrainer) -> None:
+    """On one rank only: the guard cannot be made, the start cannot be saved, the checkpoint cannot be loaded."""
+    if mode == "no guard" and RANK == 0:
+        guard._start = broken
+    elif mode == "no start" and RANK == 0:
+        guard._reentry.way.save_start = broken
+    elif mode == "no save" and RANK == 0:
+        trainer._save_rng_state = broken
+        restore = trainer._save_rng_state
+
+        class Repair(transformers.TrainerCallback):
+            def on_step_begin(self, *_: object, **__: object) -> None:
+                trainer.__dict__.pop("_save_rng_state", restore)
+
+        trainer.add_callback(Repair())
+    elif mode == "no load" and RANK == 1:
+        load = trainer._load_optimizer_and_scheduler
+        trainer._load_optimizer_and_scheduler = lambda checkpoint: broken() if checkpoint else load(checkpoint)
+
+
 def main() -> None:
     """Train as asked."""
     mode, strategy, model, folder = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
@@ -97,6 +122,7 @@ def main() -> None:
         trouble = SetKL(lambda step: 1000.0 if step >= 8 and seen_here and not guard.rollbacks else 0.01)
         trainer = record.trainer = build(strategy, model, folder / mode, [trouble, record, guard])
         guard.attach(trainer)
+        break_something(mode, guard, trainer)
         trainer.train()
         line |= {
             "halted": guard.halted,

@@ -58,3 +58,20 @@ def test_changes_hold_on_every_rank(fitted, tmp_path, strategy):
             assert rate == pytest.approx(usual * (0.5 if int(step) > 4 else 1)), step
         assert result["beta"] == pytest.approx(0.2)
         assert result["steps"] == [*range(1, 11), *range(5, 15)]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("mode", ["no guard", "no start", "no save"])
+def test_a_fault_on_one_rank_leaves_nobody_waiting(fitted, tmp_path, mode):
+    """Every rank goes on or stops at the same step; what cannot be gone back to is halted."""
+    results, _ = run(mode, "ddp", fitted, tmp_path)
+    assert results[0]["steps"] == results[1]["steps"]
+    assert results[0]["halted"] == results[1]["halted"] == (mode == "no guard")
+    assert results[0]["steps"][-1] == (10 if mode == "no guard" else 14)
+
+
+@pytest.mark.newest
+def test_a_rank_that_cannot_load_ends_the_run(fitted, tmp_path):
+    """The others wait for it in the trainer: its error must end its process, so that the launcher ends theirs."""
+    with pytest.raises(AssertionError, match="ChildFailedError"):
+        launch("exact.py", "no load", "ddp", fitted, tmp_path, timeout=120)

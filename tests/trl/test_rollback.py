@@ -49,6 +49,7 @@ SETTINGS = {
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5},
     "lora": {"lora": True},
     "start": {"save_steps": 100},
+    "start, moving reference": {"save_steps": 100, "sync_ref_model": True, "ref_model_sync_steps": 2},
 }
 
 
@@ -503,8 +504,9 @@ def spoil(path, how):
         path.write_bytes({"truncate": data[:-9], "flip": flipped, "empty": b""}[how])
 
 
-def test_a_process_killed_after_the_decision_goes_back_when_started_again(make_trainer, tmp_path):
-    """Decided, not made: `resume_from_checkpoint=True` goes to the target, not to the newest checkpoint."""
+@pytest.mark.parametrize("resume", ["True", "newest", "target", "another"])
+def test_a_process_killed_after_the_decision_goes_back_when_started_again(make_trainer, tmp_path, resume):
+    """Decided, not made: True, or the newest by its path, leads to the target; another is the user's own decision."""
     guard, trainer = guarded(make_trainer, trouble=9)
 
     class DiesError(Exception):
@@ -518,8 +520,12 @@ def test_a_process_killed_after_the_decision_goes_back_when_started_again(make_t
         trainer.train()
     assert (tmp_path / "run" / "checkpoint-10").is_dir()
     again, trainer = guarded(make_trainer, trouble=99)
-    trainer.train(resume_from_checkpoint=True)
-    assert again.guard.attempt == 1
+    folder = str(tmp_path / "run" / "checkpoint-")
+    paths = {"True": True, "newest": folder + "10", "target": folder + "4", "another": folder + "8"}
+    trainer.train(resume_from_checkpoint=paths[resume])
+    assert again.guard.attempt == (0 if resume == "another" else 1)
+    if resume == "another":
+        return
     assert trainer.state.global_step == 14
     rates = {row["step"]: row["learning_rate"] for row in training_logs(trainer)}
     assert rates[4] == pytest.approx(1e-4)
@@ -621,10 +627,45 @@ def test_the_journal_tells_the_whole_story(make_trainer, tmp_path):
 
 
 def test_a_second_train_call_begins_anew(make_trainer):
-    """Attached once, a trainer can train again: fresh budget, no memory of the first run."""
+    """Attached once, a trainer can train again: fresh budget, no memory, and the settings it was started with."""
     guard, trainer = guarded(make_trainer)
     trainer.train()
     first = guard.guard.run_id
+    assert len(guard.rollbacks) == 1
+    shown = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SetKL))
+    shown.values = lambda step: 0.01
     trainer.train()
     assert guard.guard.run_id != first
     assert not guard.halted
+    assert guard.rollbacks == []
+    assert trainer.beta == pytest.approx(0.1)
+    assert training_logs(trainer)[0]["learning_rate"] == pytest.approx(1e-4)
+
+
+def test_the_halted_state_of_a_later_attempt_can_be_resumed(make_trainer, tmp_path):
+    """It holds the learning rate of its attempt; beta is put back."""
+    guard = KLGuardCallback(action="rollback")
+    trainer = make_trainer([SetKL(lambda step: 1000.0 if step >= 12 else 0.01), guard], **{**SAVING, "max_steps": 30})
+    guard.attach(trainer)
+    trainer.train()
+    assert guard.halted
+    assert guard.guard.attempt == 1
+    (state,) = (tmp_path / "run" / "kl_guard" / "halted").glob("step-*")
+    again, trainer = guarded(make_trainer, trouble=99, max_steps=20)
+    trainer.train(resume_from_checkpoint=str(state))
+    assert trainer.state.global_step == 20
+    assert not again.halted
+    assert training_logs(trainer)[-1]["learning_rate"] == pytest.approx(0.5e-4)
+    assert trainer.beta == pytest.approx(0.2)
+
+
+def test_checkpoints_of_an_older_run_do_not_count(make_trainer, tmp_path):
+    """They lie in the same folder; their history is another one, so they are neither pinned nor gone back to."""
+    make_trainer([], **{**SAVING, "save_steps": 3, "seed": 5}).train()
+    first, trainer = guarded(make_trainer, trouble=99, save_steps=4, max_steps=8)
+    trainer.train()
+    first.guard.close()
+    again, trainer = guarded(make_trainer, trouble=99, save_steps=4)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
+    assert [c.step for c in again.guard.checkpoints] == [0, 4, 8, 12, 14]
+    assert not (tmp_path / "run" / "kl_guard" / "pins" / "step-6").exists()
