@@ -45,8 +45,10 @@ test: $(READY) $(FLOOR_READY) $(ZERO_READY) ## Run all tests; those of TRL on th
 soak: $(READY) ## Run the long repeats as well.
 	$(BIN)/python -m pytest -m soak
 
-bench: $(READY) ## Print cost, and with SERIES=folder of labelled series detection, beside the peers.
+bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelled series how well it detects.
 	$(BIN)/python benchmarks/cost.py
+	$(BIN)/python benchmarks/pins.py
+	$(BIN)/python benchmarks/overhead.py
 	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 
 lint: $(READY) ## Check format and lint.
