@@ -51,14 +51,29 @@ class Reentry:
         self.returning = False
         self._callback = callback
         self._faults = faults
-        self._begun = False
+        self._begun = self._running = False
         self._train: Callable[..., Any] = way.trainer.train
         self._end: Callable[..., Any] = way.trainer.callback_handler.on_train_end
         way.trainer.train = _in_place_of(self._train, self.train)
         way.trainer.callback_handler.on_train_end = _in_place_of(self._end, self.on_train_end)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train to the end, going back as often as the guard asks for it and its budget allows."""
+        """Train to the end, going back as often as the guard asks for it and its budget allows.
+
+        Raises
+        ------
+        RuntimeError
+            When it is called from within itself, by `on_rollback` or another callback.
+        """
+        if self._running:
+            raise RuntimeError("trainer.train() was called while it is running")
+        self._running = True
+        try:
+            return self._train_to_the_end(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._running = False
+
+    def _train_to_the_end(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         self.returning = False
         self._callback.rollbacks = []
         resume: Any = resume_from_checkpoint

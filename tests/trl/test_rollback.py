@@ -146,10 +146,13 @@ def test_a_function_in_its_place(make_trainer, tmp_path):
     assert change_record == {"type": "change", "attempt": 1, "learning_rate": 0.3, "beta": 1.0}
 
 
-def test_a_function_that_raises(make_trainer, caplog):
+@pytest.mark.parametrize("how", ["raises", "trains"])
+def test_a_function_that_fails(make_trainer, caplog, how):
     """What is configured is changed instead; a replay without any change would fail again."""
 
     def change(context):
+        if how == "trains":
+            context.trainer.train()
         raise KeyError("mine")
 
     guard, trainer = guarded(make_trainer, on_rollback=change)
