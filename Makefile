@@ -8,6 +8,9 @@ FLOOR_READY := $(FLOOR)/.ready
 ZERO := .deepspeed
 ZERO_READY := $(ZERO)/.ready
 
+# How the tests are spread over the cores; `make test WORKERS=` runs them one after another.
+WORKERS ?= --numprocesses auto --dist worksteal
+
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_NUM_THREADS ?= 1
@@ -39,8 +42,8 @@ demo: $(READY) ## Train two real GRPO runs on the CPU: one healthy, one that blo
 	$(BIN)/python examples/trl_grpo.py --output-dir demo-output
 
 test: $(READY) $(FLOOR_READY) $(ZERO_READY) ## Run all tests; those of TRL on the newest and on the lowest supported version.
-	$(BIN)/python -m pytest -m 'not soak'
-	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -m 'trl and not soak and not newest' tests/trl
+	$(BIN)/python -m pytest $(WORKERS) -m 'not soak'
+	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest $(WORKERS) -m 'trl and not soak and not newest' tests/trl
 
 soak: $(READY) ## Run the long repeats as well.
 	$(BIN)/python -m pytest -m soak

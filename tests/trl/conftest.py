@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from peft import LoraConfig
 from transformers import PrinterCallback
 
@@ -30,9 +31,16 @@ def _calm():
 
 
 @pytest.fixture(scope="session")
-def fitted(tmp_path_factory):
-    """The fine-tuned toy model, made once."""
-    return save_fitted(tmp_path_factory.mktemp("fitted"))
+def fitted(tmp_path_factory, worker_id):
+    """The fine-tuned toy model, made once, also where several workers run the tests."""
+    if worker_id == "master":
+        return save_fitted(tmp_path_factory.mktemp("fitted"))
+    folder = tmp_path_factory.getbasetemp().parent / "fitted"
+    with FileLock(f"{folder}.lock"):
+        done = folder / "done"
+        if not done.exists():
+            done.write_text(str(save_fitted(folder)))
+        return done.read_text()
 
 
 @pytest.fixture

@@ -1,0 +1,230 @@
+"""One batch's tokens in one small tensor: made on the device, without waiting for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kl_guard import token_stats as layout
+from kl_guard.token_stats import TokenStats, put_together
+from kl_guard.tokens.estimators import check_logprobs, check_mask
+
+BLOCK = 128  # tokens of which only the extremes are looked at first
+
+
+class TokenSummary:
+    """KL of the tokens of one batch or more, as one small tensor on their device.
+
+    Attributes
+    ----------
+    values:
+        [parts, numbers], float64 (float32 where the device has no float64); one row for each batch.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._stats: TokenStats | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(parts={len(self.values)}, device={self.values.device})"
+
+    def merged(self, others: Iterable[TokenSummary]) -> TokenSummary:
+        """Return the summary of these and other tokens, on the device still.
+
+        Raises
+        ------
+        ValueError
+            For summaries with another `top_k`.
+        """
+        values = [self.values, *(other.values for other in others)]
+        if len({value.shape[1] for value in values}) > 1:
+            raise ValueError("only summaries made with the same top_k can be merged")
+        return TokenSummary(torch.cat(values))
+
+    def fetch(self) -> TokenSummary:
+        """Begin to copy the values to the CPU, without waiting for it."""
+        if self._host is None:
+            if self.values.is_cuda:
+                host = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+                self._host = host.copy_(self.values, non_blocking=True)
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+                self._copied.record(torch.cuda.current_stream(self.values.device))
+            else:
+                self._host = self.values.cpu()
+        return self
+
+    def read(self) -> TokenStats:
+        """Return the plain numbers; waits for the device where it has to."""
+        if self._stats is None:
+            self.fetch()
+            assert self._host is not None  # noqa: S101 - fetched just now
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._stats = put_together(self._host.double().numpy())
+        return self._stats
+
+
+@torch.no_grad()
+def summarize_tokens(
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    token_ids: Tensor | None = None,
+    top_k: int = 16,
+    *,
+    pad_token_id: int | None = None,
+    eos_token_ids: Iterable[int] = (),
+) -> TokenSummary:
+    """Sum up the KL of a batch's tokens in one pass on their device; nothing waits for the device.
+
+    Parameters
+    ----------
+    policy_logprobs, ref_logprobs:
+        Log-probs of the sampled tokens, [batch, tokens] or [tokens], any floating type; float32 or better inside.
+    mask:
+        Tokens that count, same shape, bool or 0 and 1. What the others hold does not matter.
+    token_ids:
+        Ids of the tokens, same shape; None where they are not known.
+    top_k:
+        How many of the tokens with the largest KL are kept with all that is known of them.
+    pad_token_id, eos_token_ids:
+        With them, tokens of padding that the mask lets through are counted: padding behind padding or behind an end of
+        sequence. Needs `token_ids`.
+
+    Returns
+    -------
+    TokenSummary
+        `.read()` gives plain numbers, `.merged()` puts batches together.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For inputs whose type, shape or device do not fit, or a `top_k` that is no whole number of at least 1.
+
+    Examples
+    --------
+    >>> policy = torch.tensor([[-1.0, -2.0, -3.0]])
+    >>> reference = torch.tensor([[-1.0, -2.5, -1.0]])
+    >>> stats = summarize_tokens(policy, reference, torch.tensor([[True, True, True]])).read()
+    >>> round(stats.kl_token_mean, 4), round(stats.kl_max, 4), stats.outliers[0].position
+    (1.4985, 4.3891, 2)
+    """
+    check_logprobs(policy_logprobs, ref_logprobs)
+    check_mask(mask, policy_logprobs)
+    if token_ids is not None:
+        check_mask(token_ids, policy_logprobs, "token_ids")
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"top_k must be a whole number of at least 1, got {top_k!r}")
+    width = policy_logprobs.shape[-1] if policy_logprobs.dim() else 1
+    batch = _Batch(policy_logprobs, ref_logprobs, mask, token_ids, width)
+    row = torch.zeros(layout.row_length(top_k), dtype=batch.real, device=policy_logprobs.device)
+    row[layout.TOP :] = -1.0
+    row[layout.WIDTH] = width
+    row[layout.PADDING] = math.nan
+    if batch.size:
+        _fill(row, batch, top_k)
+        if token_ids is not None and pad_token_id is not None:
+            row[layout.PADDING] = _padding(token_ids, mask, pad_token_id, eos_token_ids)
+    return TokenSummary(row.unsqueeze(0))
+
+
+class _Batch:
+    """The log-ratios of a batch in one line, 0 where the mask is and padded with 0 to whole blocks; and its mask.
+
+    Two buffers do for everything: fresh memory for each step of the work would cost more than the work.
+    """
+
+    def __init__(self, policy: Tensor, reference: Tensor, mask: Tensor, ids: Tensor | None, width: int) -> None:
+        self.policy, self.reference = policy.detach().reshape(-1), reference.detach().reshape(-1)
+        self.ids = None if ids is None else ids.reshape(-1)
+        self.width, self.size = width, policy.numel()
+        self.real = torch.float32 if policy.device.type == "mps" else torch.float64
+        dtype = torch.promote_types(torch.promote_types(policy.dtype, reference.dtype), torch.float32)
+        self.x, self.line = torch.empty(2, -(-self.size // BLOCK) * BLOCK, dtype=dtype, device=policy.device)
+        self.x[self.size :] = 0.0
+        inside = self.x[: self.size]
+        if not self.size:
+            return
+        torch.sub(self.reference.to(dtype), self.policy.to(dtype), out=inside)
+        # All bits or none: a product would turn what is not finite under the mask into NaN.
+        whole = torch.int32 if dtype == torch.float32 else torch.int64
+        keep = self.line.view(whole)[: self.size]
+        keep.copy_(mask.reshape(-1).to(torch.bool)).neg_()
+        inside.view(whole).bitwise_and_(keep)
+        inside.clamp_(max=torch.finfo(dtype).max)  # exp(x) - x of +inf would be NaN
+        keep = keep.view(-1, width)
+        self.position = torch.arange(width, dtype=whole, device=policy.device)
+        self.at_position = keep.sum(0, dtype=whole).neg_().to(self.real)  # tokens
+        self.last = keep.bitwise_and_(self.position).amax(1).long()  # position of the last token of each completion
+
+
+def _fill(row: Tensor, batch: _Batch, top_k: int) -> None:
+    """Put what there is to say about a batch into its row."""
+    x, line = batch.x, batch.line
+    listed = _list_top(row, batch, top_k)
+    torch.expm1(x, out=line).sub_(x)
+    line.index_fill_(0, listed, 0.0)  # these are added exactly, when the row is read
+    kl = line[: batch.size].view(-1, batch.width)
+    place = ((batch.position + 1).to(torch.float32).view(torch.int32) >> 23).sub_(127).long()  # floor of log2, exactly
+    row[layout.PLACE_MASS : layout.PLACE_TOKENS].scatter_add_(0, place, kl.sum(0).to(batch.real))
+    row[layout.PLACE_TOKENS : layout.HISTOGRAM].scatter_add_(0, place, batch.at_position)
+    end_mass = kl.gather(1, batch.last.unsqueeze(1)).sum()
+    row[layout.K1_SUM : layout.K3_REST + 1] = torch.stack([x.sum(), torch.dot(x, x), end_mass, line.sum()])
+    row[layout.TOKENS] = tokens = batch.at_position.sum()
+    histogram = row[layout.HISTOGRAM : layout.TOP]
+    _count(line, histogram)
+    histogram[0] += tokens - x.numel()  # what the mask and the padding put there
+
+
+def _count(line: Tensor, histogram: Tensor) -> None:
+    """Count by the leading bits of a float32, its exponent and three bits of its fraction; `line` is used up."""
+    bins = line.to(torch.float32).view(torch.int32).bitwise_right_shift_(20).bitwise_and_(2047)
+    counts = (_counts_by_scatter if bins.is_cuda else _counts)(bins).to(histogram.dtype)
+    histogram[0] = counts[: layout.LOWEST_BIN].sum()
+    histogram[1:] = counts[layout.LOWEST_BIN :]
+
+
+def _counts(bins: Tensor) -> Tensor:
+    return torch.bincount(bins, minlength=2048)
+
+
+def _counts_by_scatter(bins: Tensor) -> Tensor:
+    """Do the same without waiting: on a GPU, `bincount` asks for the largest bin first."""
+    ones = torch.ones(1, dtype=torch.int32, device=bins.device).expand_as(bins)
+    return torch.zeros(2048, dtype=torch.int32, device=bins.device).scatter_add_(0, bins.long(), ones)
+
+
+def _list_top(row: Tensor, batch: _Batch, top_k: int) -> Tensor:
+    """Put the tokens with the largest KL into the row; return their indices.
+
+    KL grows with the log-ratio on either side of 0, so the largest lie in the blocks whose extremes have the largest.
+    """
+    blocks = batch.x.view(-1, BLOCK)
+    extremes = torch.stack([blocks.amax(1), blocks.amin(1)]).to(batch.real)
+    row[layout.HIGHEST], row[layout.LOWEST] = extremes[0].amax(), extremes[1].amin()
+    best = torch.expm1(extremes).sub_(extremes).amax(0).topk(min(top_k, len(blocks))).indices
+    among = blocks[best].view(-1).to(batch.real)
+    kl, order = torch.expm1(among).sub_(among).topk(min(top_k, among.numel()))
+    index = best[order // BLOCK] * BLOCK + order % BLOCK
+    inside = index.clamp(max=batch.size - 1)
+    top = row[layout.TOP :].view(-1, layout.TOP_FIELDS)[: len(index)]
+    top[:, 0], top[:, 1] = batch.policy[inside], batch.reference[inside]
+    if batch.ids is not None:
+        top[:, 2] = batch.ids[inside]
+    top[:, 3] = torch.where(kl == 0, -1, index)  # masked, padded, or without KL
+    top[:, 4] = batch.last[inside // batch.width] == inside % batch.width
+    return index
+
+
+def _padding(ids: Tensor, mask: Tensor, pad: int, ends: Iterable[int]) -> Tensor:
+    """Count padding inside the mask. Padding may be the end of sequence: then the first one of a row is none."""
+    before = ids[..., :-1]
+    closed = before == pad
+    for end in ends:
+        closed = closed | (before == end)
+    return (closed & (ids[..., 1:] == pad) & mask[..., 1:].to(torch.bool)).sum()
