@@ -162,7 +162,7 @@ def test_only_surplus_pins_are_deleted(store, tmp_path):
         store.pin(step, checkpoint(tmp_path, step), calm=True)
     store.wait()
     (store.folder / "notes.txt").write_text("mine")
-    store.keep_only([20])
+    store.thin_out(lambda steps: {20})
     assert sorted(p.name for p in store.folder.iterdir()) == ["manifests", "notes.txt", "step-20"]
     assert all((tmp_path / f"checkpoint-{step}" / "model.safetensors").exists() for step in (10, 20, 30))
 
@@ -270,6 +270,26 @@ def test_an_original_that_is_not_whole_is_passed_over(tmp_path):
     (tmp_path / "checkpoint-20" / "optimizer.pt").write_bytes(b"")
     assert keeper.newest_before(50).step == 10
     assert keeper.newest_before(10) is None
+
+
+def test_a_pin_that_one_look_at_the_folder_misses_is_kept(tmp_path, monkeypatch):
+    """While another pin gets its name, a listing may leave one out; a soak run lost its oldest pin to that."""
+    keeper = Keeper(tmp_path / "kl_guard")
+    keeper.begin("run-a")
+    for step in (10, 20, 30):
+        keeper.saved(Checkpoint(step, str(checkpoint(tmp_path, step))))
+        keeper.wait()
+    listed, looks = PinStore.pins, []
+
+    def misses_the_oldest_at_first(self):
+        looks.append(None)
+        return listed(self)[1 if len(looks) == 1 else 0 :]
+
+    monkeypatch.setattr(PinStore, "pins", misses_the_oldest_at_first)
+    keeper.saved(Checkpoint(40, str(checkpoint(tmp_path, 40))))
+    keeper.wait()
+    assert [pin.step for pin in listed(keeper._pins)] == [10, 20, 30, 40]
+    keeper.close()
 
 
 def test_an_original_stands_in_for_its_damaged_pin(tmp_path, caplog):

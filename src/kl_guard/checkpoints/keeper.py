@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -86,8 +87,7 @@ class Keeper:
                 take=take,
             )
         if not suspicion:
-            complete = [pin.step for pin in self._pins.pins()]  # one that is still being made replaces none that is
-            self._pins.keep_only(wanted(complete, checkpoint.step))
+            self._pins.thin_out(functools.partial(wanted, now=checkpoint.step))
 
     def go_back(self, step: int, attempt: int = 0) -> None:
         """Forget checkpoints and pins of later steps, and move them aside: the run has gone back behind them.

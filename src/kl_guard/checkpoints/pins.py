@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,14 +160,17 @@ class PinStore:
         rest = {name: record for name, record in pin.manifest.files.items() if name not in linked}
         return not any(replace(pin.manifest, files=rest).problems(folder))
 
-    def keep_only(self, steps: Iterable[int]) -> None:
-        """Delete the complete pins of this run whose step is not among `steps`: only the guard's own surplus.
+    def thin_out(self, wanted: Callable[[list[int]], set[int]]) -> None:
+        """Delete the complete pins of this run that are not wanted: only the guard's own surplus.
 
-        Their manifests stay, as long as the originals do, to tell whether one of those is sound.
+        Their manifests stay, as long as the originals do, to tell whether one of those is sound. `wanted` is given the
+        steps of the pins; it is asked once, and only what it was asked about may go: a pin that is being named just now
+        may be missing from one look at the folder, and others with it.
         """
-        wanted = set(steps)
-        for pin in self.pins():
-            if pin.step not in wanted:
+        complete = self.pins()  # one that is still being made replaces none that is
+        keep = wanted([pin.step for pin in complete])
+        for pin in complete:
+            if pin.step not in keep:
                 doomed = pin.path.with_name(f"{DRAFT}{pin.step}-surplus-{PROCESS}")
                 try:
                     pin.path.rename(doomed)
