@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,10 +15,14 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kl_guard import Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard.token_stats import TokenStats
 from kl_guard_trl import hosts, internals, ranks
 from kl_guard_trl.attach import Reentry
+from kl_guard_trl.capture import Capture
 from kl_guard_trl.faults import Faults
 from kl_guard_trl.halted_state import HaltedState
+from kl_guard_trl.measurement import facts_of, reference_checksum
+from kl_guard_trl.probe import ReferenceProbe
 from kl_guard_trl.way_back import OnRollback, WayBack, checkpoints_in
 
 logger = logging.getLogger("kl_guard")
@@ -41,6 +46,8 @@ class KLGuardCallback(TrainerCallback):
     on_rollback:
         Called with a `RollbackContext` after each rollback, to change what is to be done otherwise in the place of
         `lr_factor`, `beta_factor` and `new_noise`.
+    reference:
+        A model that `probe="auto"` measures KL against where the trainer has no reference (beta 0).
     **overrides:
         Single knobs by name, such as `action="warn"`.
 
@@ -64,7 +71,12 @@ class KLGuardCallback(TrainerCallback):
     """
 
     def __init__(
-        self, config: GuardConfig | None = None, *, on_rollback: OnRollback | None = None, **overrides: Any
+        self,
+        config: GuardConfig | None = None,
+        *,
+        on_rollback: OnRollback | None = None,
+        reference: torch.nn.Module | None = None,
+        **overrides: Any,
     ) -> None:
         self.config = GuardConfig.build(config, **overrides)
         if on_rollback is not None and not callable(on_rollback):
@@ -73,7 +85,13 @@ class KLGuardCallback(TrainerCallback):
         self.halted = False
         self.decision = Decision()
         self.rollbacks: list[Decision] = []
+        if reference is not None and not isinstance(reference, torch.nn.Module):
+            raise TypeError(f"reference must be a torch module, or None, got {type(reference).__name__}")
         self._on_rollback = on_rollback
+        self._reference = reference
+        self._capture: Capture | None = None
+        self._by_step = False
+        self._observed_at = -1
         self._reentry: Reentry | None = None
         self._state: TrainerState | None = None
         self._idle = False
@@ -86,10 +104,12 @@ class KLGuardCallback(TrainerCallback):
         self._faults = Faults()
 
     def attach(self, trainer: Any) -> KLGuardCallback:
-        """Let the guard take this trainer's run back by itself: from now on `trainer.train()` returns when it is over.
+        """Let the guard see the tokens of every optimizer step, and take this trainer's run back by itself.
 
-        Adds the callback to the trainer where it is not in it. Needed for `action="rollback"`. Where this trainer
-        cannot be taken back the start of training says why, and the guard halts instead.
+        Adds the callback to the trainer where it is not in it. From now on every step is observed, whatever
+        `logging_steps` is, with the log-probs that the trainer computes anyway; and with `action="rollback"`
+        `trainer.train()` returns when the run is really over. Where this trainer cannot be watched so, or cannot be
+        taken back, the start of training says why.
 
         Raises
         ------
@@ -107,6 +127,10 @@ class KLGuardCallback(TrainerCallback):
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._reentry = Reentry(self, WayBack(trainer, self.config, self._on_rollback), self._faults)
+        probe = None
+        if self.config.probe == "auto":
+            probe = ReferenceProbe(trainer, self._reference, self.config.probe_every)
+        self._capture = Capture(trainer, self.config, self._faults, probe)
         return self
 
     # What the trainer calls. The guard's own work runs inside `_guarded`, what all ranks must do alike outside.
@@ -131,6 +155,7 @@ class KLGuardCallback(TrainerCallback):
                 self._faults.guarded(self._start, args, state, before)
             if reentry is not None:
                 reentry.restore(state)
+            self._begin_capture(args, state)
             self._faults.guarded(self._keep_start, args, state, kwargs.get("model"))
         if reentry is not None:
             reentry.begun()
@@ -143,10 +168,21 @@ class KLGuardCallback(TrainerCallback):
             self._faults.guarded(self._way.apply_noise)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note whether this step's log is the trainer's own, which every rank gets."""
+        """Observe the step where its tokens are seen, and note whether its log is one that every rank gets."""
         self._fresh = False
         self._expect_log(state, control)
+        if self._by_step and not self._idle and self._capture is not None:
+            decision = self._observe_step(self._capture, args, state)
+            self._wants_halt = self._wants_halt or bool(decision)
+            self._decide(True, args, state, control, kwargs.get("model"))
         self._keep_stopping(control)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the learning rate that this step was made with; the scheduler is about to change it."""
+        if self._by_step and self._capture is not None:
+            self._faults.guarded(self._capture.note_learning_rate, kwargs.get("optimizer"))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -174,11 +210,7 @@ class KLGuardCallback(TrainerCallback):
         due, self._log_due = self._log_due, False
         if due:
             self._decided_at = state.global_step
-        if self._agreed(due, args.device):
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
-            if not self._stopped and self._settle(args, state, model):
-                control.should_save = True
+        self._decide(due, args, state, control, model)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note a checkpoint, or that the halted state is on disk, once every rank has written its part."""
@@ -312,11 +344,94 @@ class KLGuardCallback(TrainerCallback):
                 self._faults.say_once("others", f"the log has no `kl`, but {names}, which is not watched")
         window = max(1, state.global_step - self._last_logged)
         self._last_logged = state.global_step
+        if self._observed_at == state.global_step:  # the step's own values are known: add what it has logged besides
+            values = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate") if name in logs}
+            decision = self.guard.observe(step=state.global_step, **(values if window == 1 else _averaged(values)))
+            if decision:
+                self.decision = decision
+            return decision
         beta = internals.beta_of(self._way.trainer) if self._way is not None else getattr(args, "beta", None)
         decision = self.guard.observe(step=state.global_step, beta=beta, window=window, **hosts.values_of(logs))
         if decision:
             self.decision = decision
         return decision
+
+    def _begin_capture(self, args: Any, state: TrainerState) -> None:
+        """Find out what can be seen of this run's steps; all ranks come to the same. On all ranks."""
+        capture = self._capture
+        if capture is None:
+            return
+        capture.forget()
+        fresh = state.global_step == 0 and not (self._way is not None and self._way.resume_from is not None)
+        if capture.probe is not None:
+            folder = Path(str(args.output_dir)) / "kl_guard" / "reference"
+            prepare = functools.partial(capture.probe.prepare, folder, fresh=fresh, writes=args.process_index == 0)
+            self._faults.guarded(prepare)
+            reasons = [text for text in self._faults.shared(capture.probe.why_not) if text]
+            capture.probe.why_not = reasons[0] if reasons else ""
+            if reasons and args.process_index == 0:
+                self._faults.say_once("probe", f"no probe of the reference: {reasons[0]}")
+        self._by_step = all(self._faults.shared(not capture.why_no_steps and self.guard is not None))
+        if not self._by_step:
+            self._faults.say_once("steps", f"only what is logged is observed: {capture.why_no_steps or 'see above'}")
+        elif capture.why_no_tokens:
+            self._faults.say_once("no tokens", f"tokens are not seen, only scalars: {capture.why_no_tokens}")
+        if self.guard is not None:
+            self.guard.note(self._faults.guarded(functools.partial(facts_of, capture.trainer, fresh=fresh)) or {})
+
+    def _observe_step(self, capture: Capture, args: Any, state: TrainerState) -> Decision:
+        """Observe what passed in this step. On all ranks, whatever fails."""
+        stats, metrics = capture.collect()
+        return self._faults.guarded(self._observe_captured, capture, args, state, stats, metrics) or Decision()
+
+    def _observe_captured(
+        self, capture: Capture, args: Any, state: TrainerState, stats: Any, metrics: dict[str, float]
+    ) -> Decision:
+        guard, step = self.guard, state.global_step
+        if guard is None:
+            return Decision()
+        probing = capture.probe is not None and not capture.probe.why_not
+        if stats is None and "kl" not in metrics and not probing:
+            return Decision()  # nothing passed here: what is logged is all there is
+        gap = metrics.pop(internals.SAMPLER_GAP, None)
+        if gap is not None:
+            guard.note({"sampler_gap": gap})
+        checksum = None
+        if step % self.config.probe_every == 1 or step == 1:
+            checksum = self._faults.guarded(reference_checksum, capture.trainer)
+        decision = guard.observe(
+            step=step,
+            beta=internals.beta_of(capture.trainer),
+            reference_checksum=checksum,
+            tokens=stats,
+            **hosts.values_of(metrics),
+        )
+        self._observed_at = step
+        if stats is not None:
+            self._show(capture.trainer, guard, stats)
+        if decision:
+            self.decision = decision
+        return decision
+
+    def _show(self, trainer: Any, guard: KLGuard, stats: TokenStats) -> None:
+        """Put figures into the logs that every tracker sees."""
+        last = guard.history[-1]
+        largest = {"kl_max": last.kl_max, "log_ratio_max": stats.log_ratio_extreme, "level": float(guard.level)}
+        for name, value in largest.items():
+            internals.add_metric(trainer, f"kl_guard/{name}", math.nan if value is None else value, largest=True)
+        internals.add_metric(trainer, "kl_guard/kl_mean", math.nan if last.kl_mean is None else last.kl_mean)
+        internals.add_metric(trainer, "kl_guard/kl_token_mean", stats.kl_token_mean)
+        internals.add_metric(trainer, "kl_guard/top_share", stats.top_share)
+
+    def _decide(
+        self, due: bool, args: Any, state: TrainerState, control: TrainerControl, model: torch.nn.Module | None
+    ) -> None:
+        """Stop, together with the other ranks, where any of them wants to."""
+        if self._agreed(due, args.device):
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+            if not self._stopped and self._settle(args, state, model):
+                control.should_save = True
 
     def _agreed(self, due: bool, device: torch.device) -> bool:
         """Return whether any rank wants to halt. At a log that every rank gets they ask each other; else it waits."""
@@ -426,6 +541,11 @@ class KLGuardCallback(TrainerCallback):
             self.guard.close()
         if _IN_CHARGE.get(id(control)) is self:
             del _IN_CHARGE[id(control)]
+
+
+def _averaged(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a log that averages several steps says something about the last of them."""
+    return {name: value for name, value in values.items() if name == "learning_rate"}
 
 
 def _place_for(args: Any, state: TrainerState, model: Any) -> tuple[HaltedState, str]:

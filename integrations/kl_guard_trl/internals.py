@@ -133,3 +133,93 @@ def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
         del trainer.store_flos, trainer.create_model_card
         for name, value in before.items():
             setattr(args, name, value)
+
+
+# What is watched of each step.
+
+_PER_STEP = ("_metrics", "compute_loss", "_generate_and_score_completions")
+WATCHED = ("kl", "entropy", "reward", "reward_std")
+SAMPLER_GAP = "sampling/sampling_logp_difference/mean"
+
+
+def why_no_steps(trainer: Any) -> str:
+    """Return why the steps of this trainer cannot be watched one by one, "" where they can."""
+    missing = [name for name in _PER_STEP if not hasattr(trainer, name)]
+    if not missing and isinstance(getattr(trainer, "_metrics", None), dict):
+        return ""
+    return f"{type(trainer).__name__} keeps no metrics of single steps (no {', '.join(missing) or '_metrics'})"
+
+
+def why_no_tokens(trainer: Any) -> str:
+    """Return why the log-probs of tokens cannot be seen in this trainer, "" where they can."""
+    if getattr(trainer, "use_liger_kernel", False) or getattr(trainer.args, "use_liger_kernel", False):
+        return "the fused loss of Liger computes log-probs inside (use_liger_kernel=True)"
+    if not hasattr(trainer, "_get_per_token_logps_and_entropies"):
+        return f"this version of {type(trainer).__name__} computes log-probs elsewhere"
+    return ""
+
+
+def metric_lengths(trainer: Any) -> dict[str, int]:
+    """Return how many values of the watched metrics the trainer holds for its next log."""
+    training = trainer._metrics["train"]
+    return {name: len(training[name]) for name in (*WATCHED, SAMPLER_GAP) if name in training}
+
+
+def new_metrics(trainer: Any, before: Mapping[str, int]) -> dict[str, list[float]]:
+    """Return what was added to the watched metrics since `before`."""
+    training = trainer._metrics["train"]
+    return {
+        name: [float(value) for value in training[name][before.get(name, 0) :]]
+        for name in (*WATCHED, SAMPLER_GAP)
+        if len(training.get(name, ())) > before.get(name, 0)
+    }
+
+
+def add_metric(trainer: Any, name: str, value: float, *, largest: bool = False) -> None:
+    """Let a value be logged by every tracker: the mean of the logging window, or its largest value."""
+    values = trainer._metrics["train"][name]
+    if largest and values:
+        value = max(values[0], value)
+        values.clear()
+    values.append(value)
+
+
+def drops_reference(trainer: Any, output: Any) -> bool:
+    """Return whether this trainer computes the reference's log-probs and does not put them into the batch (RLOO)."""
+    return (
+        any(cls.__name__ == "RLOOTrainer" for cls in type(trainer).__mro__)
+        and beta_of(trainer) != 0
+        and isinstance(output, dict)
+        and "ref_per_token_logps" not in output
+        and "completion_ids" in output
+    )
+
+
+def tokenizer(trainer: Any) -> Any:
+    """Return the tokenizer of the trainer's processing class; None where there is none."""
+    processor = getattr(trainer, "processing_class", None)
+    return getattr(processor, "tokenizer", processor)
+
+
+def special_ids(trainer: Any) -> tuple[int | None, tuple[int, ...]]:
+    """Return the ids of padding and of the ends of sequence."""
+    known = tokenizer(trainer)
+    pad, end = getattr(known, "pad_token_id", None), getattr(known, "eos_token_id", None)
+    ends = {end, *_as_ids(getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None))}
+    return pad, tuple(sorted(one for one in ends if one is not None))
+
+
+def _as_ids(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Return whether a process holds only a part of each parameter."""
+    stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
+    return is_fsdp(trainer) or (is_deepspeed(trainer) and stage == 3)
+
+
+def temperature(trainer: Any) -> float:
+    """Return the sampling temperature, by which the trainer divides logits before it takes log-probs."""
+    value = getattr(trainer, "temperature", None)
+    return float(value) if isinstance(value, (int, float)) and value > 0 else 1.0

@@ -12,6 +12,7 @@ Action = Literal["warn", "halt", "rollback"]
 HorizonRule = Literal["multi", "run"]
 HaltOn = Literal["critical", "warn"]
 OnHalt = Literal["return", "raise"]
+Probe = Literal["off", "auto"]
 KLKind = Literal["k3", "k1", "k2", "sequence_sum", "old_policy", "sampler"]
 
 TOKEN_MEANS: Collection[str] = frozenset({"k1", "k2", "k3"})
@@ -76,6 +77,21 @@ class GuardConfig:
     hard_ceiling: float = _knob(
         100.0, "KL above this for `sustain` observations is critical from the first step on. Above 0; inf is off."
     )
+    plateau_level: float = _knob(
+        1.0, "KL_PLATEAU: KL above this for 20 observations without growth is a warning. Above 0; inf is off."
+    )
+    rounded: bool = _knob(False, "The observed KL is rounded (console logs are): an exact 0 may be a small number.")
+    outlier_top_k: int = _knob(16, "Tokens with the largest KL that are kept for each step. At least 1.")
+    log_text: bool = _knob(
+        True,
+        "Write the text of outlier tokens and the beginning of their prompts; False where data must not be logged.",
+    )
+    probe: Probe = _knob(
+        "off",
+        "'auto' measures KL where the trainer does not (beta 0), every `probe_every` steps, against the disabled "
+        "adapter, a reference that is given, or the initial weights.",
+    )
+    probe_every: int = _knob(10, "Steps from one probe to the next. At least 1.")
     kl_kind: KLKind = _knob(
         "k3",
         "Which KL is observed: 'k3', 'k1' or 'k2' are token means against the reference; 'sequence_sum', 'old_policy' "
@@ -109,7 +125,7 @@ class GuardConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name in ("robust", "new_noise", "pin_checkpoints", "pin_start", "save_halted"):
+        for name in ("robust", "rounded", "log_text", "new_noise", "pin_checkpoints", "pin_start", "save_halted"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -163,14 +179,25 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "horizon": get_args(HorizonRule),
     "kl_kind": get_args(KLKind),
     "on_halt": get_args(OnHalt),
+    "probe": get_args(Probe),
 }
-_INTEGERS = {"sustain": 1, "min_observations": 5, "warmup": 0, "max_rollbacks": 0, "rollback_margin": 0, "grace": 0}
+_INTEGERS = {
+    "sustain": 1,
+    "min_observations": 5,
+    "warmup": 0,
+    "outlier_top_k": 1,
+    "probe_every": 1,
+    "max_rollbacks": 0,
+    "rollback_margin": 0,
+    "grace": 0,
+}
 _NUMBERS: dict[str, tuple[str, float, float, tuple[float, ...]]] = {
     "ratio": ("a finite number above 1", 1, math.inf, ()),
     "abs_floor": ("a finite number above 0", 0, math.inf, ()),
     "alpha": ("a number above 0 and below 1", 0, 1, ()),
     "cold_factor": ("a finite number of at least 1", 1, math.inf, (1,)),
     "hard_ceiling": ("a number above 0", 0, math.inf, (math.inf,)),
+    "plateau_level": ("a number above 0", 0, math.inf, (math.inf,)),
     "lr_factor": ("a finite number above 0", 0, math.inf, ()),
     "beta_factor": ("a finite number above 0", 0, math.inf, ()),
 }

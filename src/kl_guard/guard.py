@@ -21,16 +21,20 @@ from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
-from kl_guard.memory import Changes, Failure, Memory, recall
+from kl_guard.lines import JsonLines
+from kl_guard.memory import Changes, Failure, Memory, Return, recall
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
+from kl_guard.outliers import OutlierLedger
 from kl_guard.panel import Panel
 from kl_guard.stats import HorizonWindow
+from kl_guard.token_stats import Outlier, TokenStats, metrics_of
 
 logger = logging.getLogger("kl_guard")
 
 STUCK = 16  # times one step is observed before the guard says that steps do not advance
 FOLDER = "kl_guard"
+TOKENS = "tokens.jsonl"
 _LOG_LEVEL = {Severity.INFO: logging.INFO, Severity.WARN: logging.WARNING, Severity.CRITICAL: logging.ERROR}
 
 
@@ -53,6 +57,13 @@ class KLGuard:
         How many observations the whole run will give, where known: short runs get a shorter warm-up.
     announce:
         Whether findings are logged (logger `kl_guard`).
+    token_text:
+        Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`; outlier tokens are shown with it.
+
+    Attributes
+    ----------
+    outliers:
+        Which tokens have carried the KL so far, where tokens are observed.
 
     Examples
     --------
@@ -74,6 +85,7 @@ class KLGuard:
         rank: int | None = None,
         expected_observations: int | None = None,
         announce: bool = True,
+        token_text: Callable[[int], str] | None = None,
     ) -> None:
         self.config = GuardConfig.build(config)
         if expected_observations is not None and not (
@@ -89,6 +101,9 @@ class KLGuard:
         self._memory = Memory()
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
+        self._token_log = None if self.folder is None else JsonLines(self.folder / TOKENS)
+        self._token_text = token_text
+        self.outliers = OutlierLedger()
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
         warmup = self.config.warmup_of(expected_observations)
         self._panel = Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
@@ -151,6 +166,8 @@ class KLGuard:
         grad_norm: Any = None,
         learning_rate: Any = None,
         beta: Any = None,
+        reference_checksum: Any = None,
+        tokens: Any = None,
         window: Any = 1,
     ) -> Decision:
         """Take in what one training step logged, and decide.
@@ -164,6 +181,11 @@ class KLGuard:
             KL of policy and reference, mean and maximum over tokens, in nats per token unless `kl_kind` says otherwise.
         reward, reward_std, entropy, loss, grad_norm, learning_rate, beta:
             What else the step logged: it makes causes and companions visible.
+        reference_checksum:
+            A number that stays the same as long as the parameters of the reference do.
+        tokens:
+            The step's tokens, as `kl_guard.tokens.summarize_tokens` gives them: `kl_mean` and `kl_max` come from there
+            where they are not given, and it is known which tokens carry the KL.
         window:
             How many steps the values average.
 
@@ -172,10 +194,29 @@ class KLGuard:
         Decision
             What to do. "halt" and "rollback" stand until `resumed` or `rolled_back`, new findings are given once.
         """
-        metrics = (kl_mean, kl_max, reward, reward_std, entropy, loss, grad_norm, learning_rate, beta)
         try:
+            metrics = {
+                "kl_mean": kl_mean,
+                "kl_max": kl_max,
+                "reward": reward,
+                "reward_std": reward_std,
+                "entropy": entropy,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
+                "beta": beta,
+                "reference_checksum": reference_checksum,
+            }
+            stats = None if tokens is None else self._read_tokens(tokens)
+            if stats is not None:
+                known = {name: value for name, value in metrics.items() if value is not None}
+                metrics = {**metrics, **metrics_of(stats, self.config.kl_kind), **known}
             observation = self._read(step, metrics, window)
-            return self._decision(()) if observation is None else self._observe(observation)
+            if observation is None:
+                return self._decision(())
+            if stats is not None:
+                self._note_tokens(observation.step, stats)
+            return self._observe(observation)
         except Exception:
             self._fail("observing a step")
             return self._standing or Decision()  # what was decided before stands
@@ -341,6 +382,20 @@ class KLGuard:
         except Exception:
             self._fail("giving up")
 
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Say something about the set-up of the run that may be the cause of a finding; facts add to earlier ones.
+
+        Plain values by name, in words where they are text: see `kl_guard.diagnosis` for the names that are understood.
+        """
+        try:
+            news = {name: value for name, value in facts.items() if self._memory.facts.get(name) != value}
+            if news:
+                self._memory.facts.update(news)
+                if self._begun:
+                    self._write("facts", {"facts": news})
+        except Exception:
+            self._fail("noting facts")
+
     def adopt(self, reason: Finding) -> None:
         """Take over the finding for which another process of the run decided to act."""
         try:
@@ -359,6 +414,8 @@ class KLGuard:
         """Close the journal and let another guard use the folder."""
         try:
             self.checkpoints.close()
+            if self._token_log is not None:
+                self._token_log.close()
             if self._journal is not None:
                 self._journal.close()
         except Exception:
@@ -366,7 +423,43 @@ class KLGuard:
 
     # One observation, in order: read, merged or appended, journaled, judged, decided.
 
-    def _read(self, step: Any, metrics: tuple[Any, ...], window: Any) -> Observation | None:
+    def _read_tokens(self, tokens: Any) -> TokenStats | None:
+        try:
+            stats = tokens.read()
+        except AttributeError:
+            stats = None
+        if isinstance(stats, TokenStats):
+            return stats
+        self._warn_once("tokens", f"tokens must be what summarize_tokens returns, got {type(tokens).__name__}")
+        return None
+
+    def _note_tokens(self, step: int, stats: TokenStats) -> None:
+        """Keep which tokens carry the KL: in memory, and in `tokens.jsonl`."""
+        if len(self.history) and step < self.history.steps[-1]:
+            return
+        self._begin()
+        outliers = self._described(stats.outliers)
+        self.outliers.update(step, stats.with_outliers(outliers))
+        if self._token_log is not None and self._writes():
+            self._token_log.write({"step": step, "attempt": self.attempt, **stats.with_outliers(outliers).to_dict()})
+
+    def _described(self, outliers: Iterable[Outlier]) -> list[Outlier]:
+        """Return outliers with the text of their tokens, or without any text where none may be written."""
+        if not self.config.log_text:
+            return [replace(outlier, prompt=None, text=None) for outlier in outliers]
+        return [replace(o, text=self._text_of(o.token_id)) if o.text is None else o for o in outliers]
+
+    def _text_of(self, token_id: int | None) -> str | None:
+        if token_id is None or self._token_text is None:
+            return None
+        try:
+            return str(self._token_text(token_id))
+        except Exception as error:
+            self._token_text = None
+            self._warn_once("text", f"the text of tokens is not known: {error!r}")
+            return None
+
+    def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
         observation, complaints = read_observation(step, metrics, window)
         for key, text in complaints.items():
             self._warn_once(key, text)
@@ -390,11 +483,16 @@ class KLGuard:
         if self._repeats == STUCK:
             self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
         since = -1 if self._memory.returned is None else self._memory.returned.step
-        explained = functools.partial(explain, token_mean=self.config.token_mean, since=since)
-        findings = tuple(
-            explained(replace(finding, attempt=self.attempt), self.history)
-            for finding in self._panel.judge(observation, grace=self._grace_left > 0)
+        new = self._panel.judge(observation, grace=self._grace_left > 0)
+        explained = functools.partial(
+            explain,
+            token_mean=self.config.token_mean,
+            since=since,
+            facts=self._memory.facts,
+            outliers=self.outliers,
+            companions=self._panel.companions,
         )
+        findings = tuple(explained(replace(finding, attempt=self.attempt), self.history) for finding in new)
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
         for finding in findings:
@@ -460,24 +558,32 @@ class KLGuard:
         self._memory.run_id = _new_run_id()
         if self._journal is not None:
             self._journal.archive()
+        if self._token_log is not None and self._writes():
+            self._token_log.archive()
         self._write_run()
         self.checkpoints.begin(self.run_id, writes=self._writes())
 
     def _write_run(self) -> None:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
         self._write("run", {"time": time.time(), **facts}, sync=True)
+        if self._memory.facts:
+            self._write("facts", {"facts": self._memory.facts})
 
     def _remember(self, step: int | None, history: Iterable[Mapping[str, Any]] | None) -> None:
         """Know what was: from this process, else the journal, else the rows given, up to `step`."""
         if self._begun:
             return
         self._begun = True
+        facts = self._memory.facts
         self._memory = memory = self._recall()
         if step is not None:
             self._warn_of_trouble(memory.findings, step)
         if memory.run_id is None:
             memory.run_id = _new_run_id()
             self._write_run()
+        self.note(facts)
+        if self._token_log is not None:
+            self.outliers.recall(self._token_log.tail())
         if step is None:
             return
         memory.history.truncate(step)
@@ -541,6 +647,8 @@ class KLGuard:
         self.checkpoints.begin(self.run_id, known.values(), writes=self._writes())
         self.checkpoints.go_back(step, self.attempt)
         self.checkpoints.move_aside(aside, self.attempt)
+        self.outliers.go_back(step)
+        resumed = Return(step, memory.recorded_kl(step))
         if new_attempt:
             memory.roll_back(step, self.attempt + 1)
         else:
@@ -548,7 +656,7 @@ class KLGuard:
         self._standing = None
         self._repeats = 0
         said = [finding for finding in self.findings if finding.attempt == self.attempt]
-        self._panel.restore(self.history, said, mid_run=memory.mid_run, returned=memory.returned)
+        self._panel.restore(self.history, said, mid_run=memory.mid_run, returned=memory.returned, resumed=resumed)
         acted = any(self._panel.acts(finding) for finding in said)
         self._grace_left = self.config.grace if acted else 0
         if memory.since_rollback is not None:

@@ -11,7 +11,7 @@ from kl_guard.observation import METRICS, Observation
 
 
 class History:
-    """The observations of the run so far, in order of steps; about 90 bytes each.
+    """The observations of the run so far, in order of steps; about 190 bytes each.
 
     Examples
     --------
@@ -26,7 +26,7 @@ class History:
     def __init__(self) -> None:
         self.steps = array("q")
         self._windows = array("q")
-        self._present = array("H")  # bit i: METRICS[i] was given, so that NaN and missing stay apart
+        self._present = array("L")  # bit i: METRICS[i] was given, so that NaN and missing stay apart
         self._columns = [array("d") for _ in METRICS]
 
     def __len__(self) -> int:

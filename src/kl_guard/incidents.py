@@ -10,7 +10,7 @@ from kl_guard._version import __version__
 from kl_guard.config import GuardConfig
 from kl_guard.findings import Decision
 from kl_guard.history import History
-from kl_guard.journal import encode
+from kl_guard.lines import encode
 
 RECENT = 200  # observations kept with an incident
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import weakref
 from collections import deque
@@ -14,32 +13,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from kl_guard.lines import LinesFile, encode
 from kl_guard.paths import safe_name, unused
 
 logger = logging.getLogger("kl_guard")
 
-_to_line = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str).encode
-
 UNWRITTEN = 10_000  # lines kept in memory while the disk refuses them
 _WRITERS: weakref.WeakValueDictionary[str, Journal] = weakref.WeakValueDictionary()  # by folder, in this process
-
-
-def encode(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of JSON; NaN and infinities become strings, since bare NaN is not JSON."""
-    try:
-        return _to_line(record)
-    except ValueError:
-        return _to_line(_plain(record))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value
 
 
 def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -87,8 +67,7 @@ class Journal:
         self.locked_out = False
         self.unreadable = False
         self._lock = FileLock(self.folder / "lock")
-        self._file: int | None = None
-        self._ends_torn = False
+        self._file = LinesFile(self.path)
         self._unwritten: deque[bytes] = deque(maxlen=UNWRITTEN)
         self._complained = False
 
@@ -133,7 +112,7 @@ class Journal:
             return
         run_id = next((str(r["run_id"]) for r in self.read() if r["type"] == "run" and "run_id" in r), "unknown")
         try:
-            self._close_file()
+            self._file.close()
             self.path.rename(unused(self.folder / f"journal-{safe_name(run_id)}.jsonl"))
         except OSError as error:
             self._complain(error)
@@ -147,15 +126,13 @@ class Journal:
 
     def _flush(self, *, sync: bool) -> None:
         try:
-            if self._file is None:
-                self._open()
-            if self._file is None:
+            if not self.acquire():
                 return
             while self._unwritten:
-                self._append(self._unwritten[0])
+                self._file.append(self._unwritten[0])
                 self._unwritten.popleft()
             if sync:
-                os.fsync(self._file)
+                self._file.sync()
         except OSError as error:
             self._complain(error)
 
@@ -163,37 +140,13 @@ class Journal:
         """Write what the disk refused so far, close the file and let go of the folder."""
         if self._unwritten:
             self._flush(sync=True)
-        self._close_file()
+        self._file.close()
         self._lock.release()
 
     def hand_over(self) -> None:
         """Stop writing: another journal of this process does, from now on."""
         self.close()
         self.locked_out = True
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _open(self) -> None:
-        if not self.acquire():
-            return
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        size = os.lseek(self._file, 0, os.SEEK_END)
-        if size:
-            os.lseek(self._file, size - 1, os.SEEK_SET)
-            self._ends_torn = os.read(self._file, 1) != b"\n"
-
-    def _append(self, line: bytes) -> None:
-        """Write one line; what a full disk cut short is finished off by a newline, never continued."""
-        assert self._file is not None  # noqa: S101 - only called with the file open
-        data = b"\n" + line if self._ends_torn else line
-        written = os.write(self._file, data)
-        if written:
-            self._ends_torn = written < len(data)
-        if written < len(data):
-            raise OSError(f"only {written} of {len(data)} bytes were written")
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:

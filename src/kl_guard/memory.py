@@ -56,6 +56,7 @@ class Memory:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     changes: dict[int, Changes] = field(default_factory=lambda: {0: Changes()})
+    facts: dict[str, Any] = field(default_factory=dict)
     unreadable: int = 0
     mid_run: bool = False
     since_rollback: int | None = None
@@ -138,6 +139,8 @@ def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
     elif kind == "change":
         changes = Changes(float(record["learning_rate"]), float(record["beta"]))
         memory.changes[int(record["attempt"])] = changes
+    elif kind == "facts":
+        memory.facts.update(record["facts"])
     elif kind == "decision":
         departure, to_step = record.get("departure"), record.get("to_step")
         failure = Failure(

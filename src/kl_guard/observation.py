@@ -8,7 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-METRICS = ("kl_mean", "kl_max", "reward", "reward_std", "entropy", "loss", "grad_norm", "learning_rate", "beta")
+SCALARS = ("kl_mean", "kl_max", "reward", "reward_std", "entropy", "loss", "grad_norm", "learning_rate", "beta")
+"""What the loop itself knows of a step."""
+
+TOKEN_METRICS = (
+    "kl_token_mean",
+    "kl_trimmed",
+    "k1_mean",
+    "k2_mean",
+    "log_ratio_extreme",
+    "top_share",
+    "end_share",
+    "place_share",
+    "id_share",
+    "id_of_share",
+    "padding",
+)
+"""What the step's tokens say, as far as detectors need it; see `kl_guard.token_stats.TokenStats`."""
+
+METRICS = (*SCALARS, *TOKEN_METRICS, "reference_checksum")
 
 ALIASES: Mapping[str, str] = {"kl": "kl_mean", "lr": "learning_rate"}
 """Other names of a metric, as rows of logs have them."""
@@ -21,7 +39,8 @@ LARGEST_STEP = 2**53  # whole numbers up to there are exact as floats
 class Observation:
     """The scalars of one logged step; None where the log had nothing.
 
-    KL in nats per token unless the guard's `kl_kind` says otherwise; `window` is how many steps the values average.
+    KL in nats per token unless the guard's `kl_kind` says otherwise; `window` is how many steps the values average,
+    `reference_checksum` a sum over some of the reference's parameters, the same as long as the reference is.
     """
 
     step: int
@@ -34,6 +53,18 @@ class Observation:
     grad_norm: float | None = None
     learning_rate: float | None = None
     beta: float | None = None
+    kl_token_mean: float | None = None
+    kl_trimmed: float | None = None
+    k1_mean: float | None = None
+    k2_mean: float | None = None
+    log_ratio_extreme: float | None = None
+    top_share: float | None = None
+    end_share: float | None = None
+    place_share: float | None = None
+    id_share: float | None = None
+    id_of_share: float | None = None
+    padding: float | None = None
+    reference_checksum: float | None = None
     window: int = 1
 
     @property
@@ -151,7 +182,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def read_observation(step: Any, metrics: tuple[Any, ...], window: Any) -> tuple[Observation | None, dict[str, str]]:
+def read_observation(step: Any, metrics: Mapping[str, Any], window: Any) -> tuple[Observation | None, dict[str, str]]:
     """Return what a step logged as an observation, and a complaint for each value that cannot be read, by its name.
 
     Such a value counts as missing, such a window as one step; without a readable step there is no observation.
@@ -161,7 +192,7 @@ def read_observation(step: Any, metrics: tuple[Any, ...], window: Any) -> tuple[
     step, window:
         As `KLGuard.observe` takes them.
     metrics:
-        Values in the order of `METRICS`.
+        Values by name, of those in `METRICS`.
     """
     complaints: dict[str, str] = {}
     try:
@@ -174,7 +205,7 @@ def read_observation(step: Any, metrics: tuple[Any, ...], window: Any) -> tuple[
         complaints["window"] = f"the observation counts as one step: {error}"
         window = 1
     values: dict[str, Any] = {}
-    for name, value in zip(METRICS, metrics, strict=True):
+    for name, value in metrics.items():
         try:
             values[name] = as_number(name, value)
         except ValueError as error:

@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterable, Iterator
 from kl_guard.config import GuardConfig
 from kl_guard.detectors import (
     Detector,
+    DriftAsymmetry,
+    EntropyCollapse,
     KLBlowup,
+    KLFrozen,
     KLGrowth,
     KLMissing,
+    KLNegative,
     KLNonfinite,
+    KLPlateau,
+    KLSaturated,
+    PaddingInMask,
+    ReferenceChanged,
     ReferenceMismatch,
+    ReferenceReset,
     RestoredKL,
     RiseMonitor,
+    TokenOutlier,
 )
 from kl_guard.findings import Finding, Severity
 from kl_guard.history import History
@@ -23,6 +33,7 @@ from kl_guard.stats import HorizonWindow
 
 SETTLING = 20  # observations without a suspicion after which it ends
 _SUSPICIOUS = frozenset({"KL_BLOWUP", "KL_GROWTH", "KL_NONFINITE"})
+_NOTHING_NEW = frozenset({"KL_GROWTH", "KL_PLATEAU"})  # once KL_BLOWUP was said
 
 
 class Panel:
@@ -44,13 +55,24 @@ class Panel:
         self._monitor = RiseMonitor(config, warmup)
         self._mismatch = ReferenceMismatch(config)
         self._restored = RestoredKL(config)
+        self._reset = ReferenceReset(config)
         self.detectors: list[Detector] = [
             KLBlowup(config, self._monitor),
             KLGrowth(config, self._monitor),
             KLNonfinite(config),
-            KLMissing(),
+            KLMissing(every=1 if config.probe == "off" else config.probe_every),
             self._mismatch,
             self._restored,
+            self._reset,
+            ReferenceChanged(),
+            TokenOutlier(),
+            DriftAsymmetry(config),
+            PaddingInMask(config),
+            KLNegative(config),
+            KLFrozen(config),
+            KLSaturated(),
+            KLPlateau(config, self._monitor),
+            EntropyCollapse(config),
         ]
         self._quiet = SETTLING
         self._last: int | None = None
@@ -91,19 +113,25 @@ class Panel:
                 continue
             if grace and self.acts(finding) and finding.signature != "KL_NONFINITE":
                 detector.rearm(said)
-            elif finding.signature != "KL_GROWTH" or not self._blown_up():
+            elif finding.signature not in _NOTHING_NEW or not self._blown_up():
                 findings.append(finding)
         self._note_suspicion(observation.step)
         return findings
 
     def restore(
-        self, history: History, said: Iterable[Finding], *, mid_run: bool, returned: Return | None = None
+        self,
+        history: History,
+        said: Iterable[Finding],
+        *,
+        mid_run: bool,
+        returned: Return | None = None,
+        resumed: Return | None = None,
     ) -> None:
         """Read a history again without saying anything.
 
         `said` are the findings of this attempt so far: they are not repeated, unless they lead to an action, since what
         they led to is over. `mid_run` says that the history does not begin with the run, `returned` to where the run
-        was taken back last.
+        was taken back last, `resumed` where it goes on now.
         """
         for detector in self.detectors:
             detector.reset()
@@ -111,6 +139,8 @@ class Panel:
                 detector.resumed()
         if returned is not None:
             self._restored.expect(returned.step, returned.recorded_kl)
+        if resumed is not None:
+            self._reset.expect(resumed.step, resumed.recorded_kl)
         self._quiet, self._last = SETTLING, None
         recent = len(history) - SETTLING  # conditions before that cannot be felt any more
         for i, observation in enumerate(history):
@@ -124,6 +154,11 @@ class Panel:
         known = [finding for finding in said if self._config.action == "warn" or not self.acts(finding)]
         for detector in self.detectors:
             detector.rearm(max((f.severity for f in known if f.signature == detector.signature), default=None))
+
+    @property
+    def companions(self) -> list[str]:
+        """The signatures of other conditions that hold now."""
+        return [detector.signature for detector in self.detectors if detector.active]
 
     def windows(self) -> Iterator[HorizonWindow]:
         """Yield the windows that KL_BLOWUP judges, as they stand: the shortest horizon first, the whole run last."""

@@ -30,6 +30,7 @@ TOP_FIELDS = 5  # policy log-prob, reference log-prob, token id, index in the ba
 
 LARGEST = float(np.finfo(np.float32).max)  # stands for an infinite log-ratio
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+SHORT = 0.2  # share of last tokens among all from which on their share of the mass says little
 SMALL_PLACE = 0.1  # share of the tokens up to which a bucket counts as a particular place
 
 
@@ -158,6 +159,29 @@ class TokenStats:
             "quantiles": {str(q): value for q, value in self.quantiles.items()},
             "outliers": [outlier.to_dict() for outlier in self.outliers],
         }
+
+
+def metrics_of(stats: TokenStats, kl_kind: str = "k3") -> dict[str, float | None]:
+    """Return what detectors need of a step's tokens, by the names of an observation."""
+    k1 = kl_kind == "k1"
+    kl = stats.k1_mean if k1 else stats.k2_mean if kl_kind == "k2" else stats.kl_mean
+    completions = stats.places[0][1] if stats.places and stats.places[0][0] == 0 else 0
+    long_enough = completions <= SHORT * stats.tokens
+    return {
+        "kl_mean": kl,
+        "kl_max": stats.k1_max if k1 else stats.kl_max,
+        "kl_token_mean": stats.kl_token_mean,
+        "kl_trimmed": stats.kl_trimmed,
+        "k1_mean": stats.k1_mean,
+        "k2_mean": stats.k2_mean,
+        "log_ratio_extreme": stats.log_ratio_extreme,
+        "top_share": stats.top_share,
+        "end_share": stats.end_share if long_enough else None,
+        "place_share": stats.place_share,
+        "id_share": stats.id_share,
+        "id_of_share": stats.id_of_share,
+        "padding": stats.padding,
+    }
 
 
 def put_together(rows: Array, ranks: Sequence[int] | None = None) -> TokenStats:

@@ -88,7 +88,8 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_says(tmp_path_factory, val
     second.resumed(min(split, len(values)))
     for step, value in enumerate(values[split:], start=split + 1):
         a, b = straight.observe(step, value), second.observe(step, value)
-        assert a.findings == b.findings
+        said = tuple(f for f in b.findings if f.signature != "REFERENCE_RESET")  # which is about the resume
+        assert a.findings == said
         assert straight.level == second.level
     second.close()
 

@@ -1,4 +1,4 @@
-"""KL_NONFINITE, KL_MISSING, REFERENCE_MISMATCH, RESTORED_KL_HIGH: what else a series can say."""
+"""KL_NONFINITE, KL_MISSING, REFERENCE_MISMATCH, RESTORED_KL_HIGH and the rest: what else a series can say."""
 
 import json
 import math

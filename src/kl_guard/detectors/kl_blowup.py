@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kl_guard.config import GuardConfig
@@ -16,7 +17,9 @@ class KLBlowup(Detector):
     """Critical when KL is far above its own beginning and still rising, or above a hard ceiling.
 
     The rule is that of `RiseMonitor` with `ratio` and `abs_floor`; besides it, `kl_mean` above `hard_ceiling` for
-    `sustain` observations is critical from the first step on (token means only).
+    `sustain` observations is critical from the first step on (token means only). Where tokens are observed and a few
+    of them explain it alone (KL without them stays under the threshold, and the extreme log-ratio is not itself
+    rising), it is a warning: the policy at large has not moved.
 
     Parameters
     ----------
@@ -45,6 +48,7 @@ class KLBlowup(Detector):
         self.monitor = RiseMonitor(self._config) if monitor is None else monitor
         self._ceiling = Streak()
         self._rise: Rise | None = None
+        self._few_tokens = False
 
     def absorb(self, observation: Observation) -> None:
         """Take in an observation of the past: no rule is evaluated."""
@@ -58,10 +62,26 @@ class KLBlowup(Detector):
 
     def _judge(self, observation: Observation) -> Severity | None:
         self.monitor.push(observation)
-        self._rise = self.monitor.critical()
-        return Severity.CRITICAL if self._over(observation) or self._rise else None
+        self._rise = rise = self.monitor.critical()
+        over = self._over(observation)
+        if rise is None and not over:
+            return None
+        length = len(self.monitor)
+        self._few_tokens = (
+            rise is None
+            or self.monitor.few_tokens(rise.late_start, rise.start + (length - rise.start) // 2, rise.threshold)
+        ) and (not over or self.monitor.few_tokens(length - self._ceiling.length, 0, self._config.hard_ceiling))
+        return Severity.WARN if self._few_tokens else Severity.CRITICAL
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
+        finding = self._of_rise(observation, severity)
+        if not self._few_tokens:
+            return finding
+        evidence = {**finding.evidence, "kl_trimmed": observation.kl_trimmed, "few_tokens": True}
+        text = f"{finding.message}; but a few tokens alone make it: without them KL is {observation.kl_trimmed:.4g}"
+        return replace(finding, message=text, evidence=evidence)
+
+    def _of_rise(self, observation: Observation, severity: Severity) -> Finding:
         if self._rise is not None:
             return describe_rise(self.signature, severity, observation, self.monitor, self._rise)
         onset = self.monitor.position(observation.step if self._ceiling.since is None else self._ceiling.since)
@@ -82,7 +102,7 @@ class KLBlowup(Detector):
     def _forget(self) -> None:
         self.monitor.reset()
         self._ceiling.reset()
-        self._rise = None
+        self._rise, self._few_tokens = None, False
 
     def _memory(self) -> dict[str, Any]:
         return {"monitor": self.monitor.state_dict(), "ceiling": self._ceiling.state_dict()}

@@ -20,6 +20,11 @@ class KLMissing(Detector):
     KL (ms-swift issue 4465). `warn` when it lasts 20 observations: then the guard is blind, most often because beta is
     0 and no reference model exists.
 
+    Parameters
+    ----------
+    every:
+        KL is measured at one observation in so many; gaps of that length are none.
+
     Examples
     --------
     >>> detector = KLMissing()
@@ -29,8 +34,9 @@ class KLMissing(Detector):
 
     signature = "KL_MISSING"
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
         super().__init__()
+        self._every = every
         self._missing = Streak()
         self._seen = False
 
@@ -39,9 +45,9 @@ class KLMissing(Detector):
         self._seen = self._seen or (kl is not None and not math.isnan(kl))
         sound = all(v is None or math.isfinite(v) for v in (observation.loss, observation.grad_norm))
         length = self._missing.update(observation.step, (kl is None or math.isnan(kl)) and sound)
-        if length == 0 or (length == 1 and kl is None):
+        if length < self._every or (length <= self._every and kl is None):
             return None  # a step may be told in parts: what is absent is said when the next step has come
-        return Severity.WARN if length >= LASTING else Severity.INFO
+        return Severity.WARN if length >= max(LASTING, 2 * self._every) else Severity.INFO
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
         what = "is not logged" if observation.kl_mean is None else "is NaN"

@@ -6,19 +6,21 @@ Both signatures judge the same series with the same rule at two levels, so they 
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kl_guard.config import GuardConfig
 from kl_guard.observation import Observation
-from kl_guard.stats import HorizonWindow, RunningRecord, Series, fit_hinge, trailing_horizons
+from kl_guard.stats import HorizonWindow, RunningRecord, Series, SlidingMannKendall, fit_hinge, trailing_horizons
 from kl_guard.stats.horizon import FEWEST
 
 RECORD_FACTOR = 2.0
 GROWTH_SHARE = 0.2  # KL_GROWTH: share of abs_floor
 LOOK_BACK = 48  # observations before the onset in which the departure is looked for, at least
 CALMER = 0.25  # share of the slope after the knee that the slope before it may have
+TREND_OVER = 256  # observations in which the extreme log-ratio may rise, at most
 LEAST_KL = 1e-6  # nats per token; below it the logarithm shows rounding, not the policy
 
 
@@ -80,6 +82,8 @@ class RiseMonitor:
         self._warmup = config.warmup if warmup is None else warmup
         self.series = Series()
         self.steps: list[int] = []
+        self.trimmed: list[float] = []  # KL without the largest tokens; NaN where no tokens were seen
+        self.extremes: list[float] = []  # the largest log-ratio of a token
         self._trailing: list[HorizonWindow] = []
         self._critical = Level(self.series, config.abs_floor, skip=0)
         self._growth = Level(self.series, config.abs_floor * GROWTH_SHARE, skip=self._warmup)
@@ -95,7 +99,7 @@ class RiseMonitor:
         kl = observation.kl_mean
         if kl is None or not math.isfinite(kl) or (self.steps and observation.step <= self.steps[-1]):
             return False
-        self._append(observation.step, kl)
+        self._append(observation.step, kl, observation.kl_trimmed, observation.log_ratio_extreme)
         return True
 
     def critical(self) -> Rise | None:
@@ -138,13 +142,30 @@ class RiseMonitor:
                 return onset if hinge is None else min(onset, start + hinge.knee)
             look_back *= 2
 
+    def few_tokens(self, first: int, trend_from: int, threshold: float) -> bool:
+        """Whether a few tokens alone make KL from position `first` on exceed a threshold.
+
+        They do where mean and median of KL without them stay under it, and the extreme log-ratio is not itself rising
+        from position `trend_from` on: drift of the whole policy is often worst on some tokens first.
+        """
+        trimmed = self.trimmed[max(0, first) :]
+        if not trimmed or any(math.isnan(kl) for kl in trimmed):
+            return False
+        if max(statistics.fmean(trimmed), statistics.median(trimmed)) > threshold:
+            return False
+        extremes = [x for x in self.extremes[max(trend_from, len(self.extremes) - TREND_OVER) :] if not math.isnan(x)]
+        trend = SlidingMannKendall(Series(extremes))
+        trend.move(0, len(extremes))
+        return not trend.test().rising(self._config.alpha)
+
     def position(self, step: int) -> int:
         """Return the position of the first number observed at `step` or later."""
         return bisect_left(self.steps, step)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.steps.clear()
+        for column in (self.steps, self.trimmed, self.extremes):
+            column.clear()
         self.series.reset()
         self._trailing.clear()
         self._critical.reset()
@@ -152,13 +173,15 @@ class RiseMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-ready values."""
-        return {"steps": list(self.steps), "series": self.series.state_dict()}
+        tokens = {"trimmed": list(self.trimmed), "extremes": list(self.extremes)}
+        return {"steps": list(self.steps), "series": self.series.state_dict(), **tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that `state_dict` returned."""
         self.reset()
-        for step, value in zip(state["steps"], state["series"]["values"], strict=True):
-            self._append(step, value)
+        columns = (state["steps"], state["series"]["values"], state["trimmed"], state["extremes"])
+        for step, value, trimmed, extreme in zip(*columns, strict=True):
+            self._append(step, value, trimmed, extreme)
 
     def windows(self) -> Iterator[HorizonWindow]:
         """Yield the windows of KL_BLOWUP as they stand now, the shortest horizon first, the whole run last."""
@@ -166,8 +189,10 @@ class RiseMonitor:
             window.place()
             yield window
 
-    def _append(self, step: int, value: float) -> None:
+    def _append(self, step: int, value: float, trimmed: float | None, extreme: float | None) -> None:
         self.steps.append(step)
+        self.trimmed.append(math.nan if trimmed is None else trimmed)
+        self.extremes.append(math.nan if extreme is None else extreme)
         self.series.append(value)
         last = len(self.steps) - 1
         for level in (self._critical, self._growth):

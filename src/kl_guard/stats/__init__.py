@@ -8,6 +8,7 @@ from kl_guard.stats.exact_sum import ExactSum
 from kl_guard.stats.hinge import Hinge, fit_hinge
 from kl_guard.stats.horizon import HorizonWindow, trailing_horizons
 from kl_guard.stats.mann_kendall import SlidingMannKendall, TrendTest
+from kl_guard.stats.recent import Recent
 from kl_guard.stats.record import RunningRecord
 from kl_guard.stats.series import Series
 from kl_guard.stats.streak import Streak
@@ -17,6 +18,7 @@ __all__ = [
     "ExactSum",
     "Hinge",
     "HorizonWindow",
+    "Recent",
     "RunningRecord",
     "Series",
     "SlidingMannKendall",

@@ -58,14 +58,18 @@ class TokenSummary:
                 self._host = self.values.cpu()
         return self
 
+    def numpy(self) -> layout.Array:
+        """Return the values on the CPU; waits for the device where it has to."""
+        self.fetch()
+        assert self._host is not None  # noqa: S101 - fetched just now
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.double().numpy()
+
     def read(self) -> TokenStats:
         """Return the plain numbers; waits for the device where it has to."""
         if self._stats is None:
-            self.fetch()
-            assert self._host is not None  # noqa: S101 - fetched just now
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._stats = put_together(self._host.double().numpy())
+            self._stats = put_together(self.numpy())
         return self._stats
 
 

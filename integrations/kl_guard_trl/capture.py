@@ -1,0 +1,277 @@
+"""Per-token log-probs and metrics of each optimizer step, from what the trainer computes anyway."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kl_guard import GuardConfig
+from kl_guard.token_stats import Outlier, TokenStats, put_together
+from kl_guard.tokens import TokenSummary, summarize_tokens
+from kl_guard_trl import internals
+from kl_guard_trl.faults import Faults
+from kl_guard_trl.probe import ReferenceProbe
+
+PROMPT_TOKENS = 24  # of a prompt's beginning that are kept with an outlier
+OFTEN_ENOUGH = 3  # steps without tokens after which it is said that there are none
+
+
+@dataclass
+class Batch:
+    """What one micro-batch gave: its summary, and the prompts of its rows."""
+
+    summary: TokenSummary
+    prompt_ids: Tensor | None
+    prompt_mask: Tensor | None
+
+
+@dataclass
+class Step:
+    """What one optimizer step gave so far."""
+
+    batches: list[Batch] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    grad_norm: Any = None
+
+
+class Capture:
+    """Wraps what the trainer calls for each micro-batch, and keeps what passes there until the step is over.
+
+    No forward pass is added, and nothing of what the trainer computes is changed.
+
+    Parameters
+    ----------
+    trainer:
+        A `GRPOTrainer` or `RLOOTrainer`.
+    config:
+        The knobs.
+    faults:
+        Keeps faults of the guard inside.
+    probe:
+        Scores with a reference where the trainer has none.
+
+    Attributes
+    ----------
+    why_no_steps, why_no_tokens:
+        Why steps cannot be watched one by one, or tokens not at all; "" where they can.
+    """
+
+    def __init__(self, trainer: Any, config: GuardConfig, faults: Faults, probe: ReferenceProbe | None = None) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.probe = probe
+        self.why_no_steps = internals.why_no_steps(trainer)
+        self.why_no_tokens = self.why_no_steps or internals.why_no_tokens(trainer)
+        self._faults = faults
+        self._step = Step()
+        self._in_loss = self._generating = False
+        self._logprobs: Tensor | None = None
+        self._generated: list[Tensor] = []
+        self._without_tokens = 0
+        self._ends: tuple[int | None, tuple[int, ...]] | None = None
+        if not self.why_no_steps:
+            self._wrap("compute_loss", self._compute_loss)
+            self._wrap("_generate_and_score_completions", self._generate)
+            self._wrap_clipping()
+        if not self.why_no_tokens:
+            self._wrap("_get_per_token_logps_and_entropies", self._score)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(why_no_tokens={self.why_no_tokens!r})"
+
+    # What the trainer calls; each calls the original once, and what that returns or raises goes back unchanged.
+
+    def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(self.trainer, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        setattr(self.trainer, name, call)
+
+    def _wrap_clipping(self) -> None:
+        accelerator = self.trainer.accelerator
+        original = accelerator.clip_grad_norm_
+
+        @functools.wraps(original)
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            self._step.grad_norm = norm = original(*args, **kwargs)
+            return norm
+
+        accelerator.clip_grad_norm_ = clip_grad_norm_
+
+    def _compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.trainer.model.training:
+            return original(model, inputs, *args, **kwargs)
+        before = self._faults.guarded(internals.metric_lengths, self.trainer) or {}
+        self._in_loss, self._logprobs = True, None
+        try:
+            loss = original(model, inputs, *args, **kwargs)
+        finally:
+            self._in_loss = False
+        self._faults.guarded(self._take_metrics, before)
+        self._faults.guarded(self._take_tokens, inputs)
+        self._logprobs = None
+        return loss
+
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.trainer.model.training:
+            return original(*args, **kwargs)
+        before = self._faults.guarded(internals.metric_lengths, self.trainer) or {}
+        self._generating, self._generated = True, []
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._generating = False
+        self._faults.guarded(self._take_metrics, before)
+        self._faults.guarded(self._pass_on_reference, output)
+        self._generated = []
+        return output
+
+    def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self._in_loss:
+            self._logprobs = result[0].detach()
+        elif self._generating:
+            self._generated.append(result[0].detach())
+        return result
+
+    # What is kept of it.
+
+    def _take_metrics(self, before: dict[str, int]) -> None:
+        for name, values in internals.new_metrics(self.trainer, before).items():
+            self._step.metrics.setdefault(name, []).extend(values)
+
+    def _pass_on_reference(self, output: Any) -> None:
+        """RLOO scores the reference when it generates and drops it: let it travel with the batch, as in GRPO."""
+        if internals.drops_reference(self.trainer, output) and len(self._generated) == 2:
+            reference = self._generated[-1]
+            if reference.shape == output["completion_ids"].shape:
+                output["ref_per_token_logps"] = reference
+
+    def _take_tokens(self, inputs: Any) -> None:
+        if self.why_no_tokens:
+            return
+        reference = inputs.get("ref_per_token_logps")
+        if reference is None and self._logprobs is not None and self.probe is not None and self.probe.due():
+            reference = self._faults.guarded(self.probe.score, inputs)
+            if self.probe.why_not:
+                self._faults.say_once("probe", f"no probe of the reference any more: {self.probe.why_not}")
+            elif reference is None:
+                self.probe.why_not = "a fault of the guard"
+        if self._logprobs is None or reference is None:
+            self._miss(reference)
+            return
+        self._without_tokens = -1
+        self.add(self._logprobs, reference, inputs)
+
+    def add(self, policy: Tensor, reference: Tensor, inputs: Any) -> None:
+        """Take in the log-probs of a micro-batch."""
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        if inputs.get("tool_mask") is not None:
+            mask = mask * inputs["tool_mask"]
+        if self._ends is None:
+            self._ends = internals.special_ids(self.trainer)
+        pad, ends = self._ends
+        summary = summarize_tokens(
+            policy, reference, mask, ids, self.config.outlier_top_k, pad_token_id=pad, eos_token_ids=ends
+        )
+        prompts = (inputs.get("prompt_ids"), inputs.get("prompt_mask")) if self.config.log_text else (None, None)
+        self._step.batches.append(Batch(summary, *prompts))
+
+    def _miss(self, reference: Tensor | None) -> None:
+        """Say once that no tokens come, where KL is computed: a fused loss, or another version, does it elsewhere."""
+        if internals.beta_of(self.trainer) == 0 or self._without_tokens < 0:
+            return
+        self._without_tokens += 1
+        if self._without_tokens == OFTEN_ENOUGH:
+            what = "log-probs of the policy" if self._logprobs is None else "log-probs of the reference"
+            self._faults.say_once(
+                "no tokens",
+                f"{what} do not pass where the guard looks for them (a fused loss or another version of the trainer?); "
+                f"it goes on with the scalars that are logged",
+            )
+
+    def note_learning_rate(self, optimizer: Any) -> None:
+        """Keep the rate that the optimizer has just made its step with."""
+        groups = getattr(optimizer, "param_groups", None)
+        if groups:
+            self._step.metrics["learning_rate"] = [float(groups[0]["lr"])]
+
+    # At the end of a step.
+
+    def forget(self) -> None:
+        """Drop what belongs to a policy that was left behind, or to a step that was not finished."""
+        self._step = Step()
+
+    def collect(self) -> tuple[TokenStats | None, dict[str, float]]:
+        """Return what the step gave, of all ranks together, and begin the next one. Every process must call this."""
+        step, self._step = self._step, Step()
+        mine = self._faults.guarded(self._own, step)
+        everywhere = self._faults.shared(mine)
+        stats = self._faults.guarded(_together, everywhere)
+        return stats, self._faults.guarded(_means, step) or {}
+
+    def _own(self, step: Step) -> tuple[Any, dict[tuple[int, int], str]] | None:
+        """Return this rank's rows, and the beginnings of the prompts of the rows they list."""
+        if not step.batches:
+            return None
+        first, *rest = step.batches
+        summary = first.summary.merged(batch.summary for batch in rest).fetch()
+        rows = summary.numpy()
+        if not self.config.log_text:
+            return rows, {}
+        return rows, self._faults.guarded(self._prompts, step, put_together(rows).outliers) or {}
+
+    def _prompts(self, step: Step, outliers: Iterable[Outlier]) -> dict[tuple[int, int], str]:
+        processor = internals.tokenizer(self.trainer)
+        found: dict[tuple[int, int], str] = {}
+        for outlier in outliers:
+            key = (outlier.part, outlier.row)
+            batch = step.batches[outlier.part]
+            if key in found or processor is None or batch.prompt_ids is None:
+                continue
+            ids = batch.prompt_ids[outlier.row].tolist()
+            mask = [1] * len(ids) if batch.prompt_mask is None else batch.prompt_mask[outlier.row].tolist()
+            kept = [token for token, counts in zip(ids, mask, strict=True) if counts][:PROMPT_TOKENS]
+            found[key] = processor.decode(kept)
+        return found
+
+
+def _together(everywhere: list[tuple[Any, dict[tuple[int, int], str]] | None]) -> TokenStats | None:
+    """Put the rows of all ranks together; parts count within their rank."""
+    import numpy as np
+
+    given = [(rank, *one) for rank, one in enumerate(everywhere) if one is not None]
+    if not given:
+        return None
+    ranks = [rank for rank, rows, _ in given for _ in rows]
+    first = {}
+    count = 0
+    for rank, rows, _ in given:
+        first[rank] = count
+        count += len(rows)
+    stats = put_together(np.concatenate([rows for _, rows, _ in given]), ranks)
+    prompts = {rank: found for rank, _, found in given}
+    outliers = []
+    for outlier in stats.outliers:
+        part = outlier.part - first[outlier.rank]
+        prompt = prompts[outlier.rank].get((part, outlier.row))
+        outliers.append(replace(outlier, part=part, prompt=prompt))
+    return stats.with_outliers(outliers)
+
+
+def _means(step: Step) -> dict[str, float]:
+    """Return the means of the step's own metrics; those of KL are the host's, over micro-batches."""
+    means = {name: math.fsum(values) / len(values) for name, values in step.metrics.items() if values}
+    if step.grad_norm is not None:
+        norm = step.grad_norm
+        means["grad_norm"] = float(norm.item() if isinstance(norm, torch.Tensor) else norm)
+    return means

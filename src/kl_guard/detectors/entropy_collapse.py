@@ -1,0 +1,82 @@
+"""ENTROPY_COLLAPSE: the policy has stopped exploring."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from kl_guard.config import GuardConfig
+from kl_guard.detectors.base import Detector
+from kl_guard.findings import Finding, Severity
+from kl_guard.observation import Observation
+from kl_guard.stats import Streak
+
+EARLY = 5  # observations whose median is the start
+HIGH, LOW = 1.0, 0.25  # nats per token
+SHARE = 0.1
+
+
+class EntropyCollapse(Detector):
+    """Warns when entropy is below 0.25 after a start above 1.0, or below a tenth of its start, `sustain` times on end.
+
+    The start is the median of the first five observations; nats per token. A policy without entropy samples the same
+    completion again and again, and there is nothing left to learn from; KL may or may not show it.
+
+    Parameters
+    ----------
+    config:
+        `sustain` 3 is the only knob.
+
+    Examples
+    --------
+    >>> detector = EntropyCollapse()
+    >>> entropies = [1.4] * 10 + [0.2] * 5
+    >>> findings = [detector.update(Observation(step, entropy=h)) for step, h in enumerate(entropies, start=1)]
+    >>> next(f for f in findings if f).step
+    13
+    """
+
+    signature = "ENTROPY_COLLAPSE"
+
+    def __init__(self, config: GuardConfig | None = None) -> None:
+        super().__init__()
+        self._sustain = (config or GuardConfig()).sustain
+        self._early: list[tuple[int, float]] = []
+        self._low = Streak()
+
+    @property
+    def _start(self) -> float:
+        return statistics.median(value for _, value in self._early)
+
+    def _judge(self, observation: Observation) -> Severity | None:
+        entropy = observation.entropy
+        if entropy is None or not math.isfinite(entropy):
+            return None
+        if len(self._early) < EARLY and (not self._early or observation.step > self._early[-1][0]):
+            self._early.append((observation.step, entropy))
+        known = len(self._early) == EARLY and self._start > 0
+        low = known and (entropy < SHARE * self._start or (self._start > HIGH and entropy < LOW))
+        return Severity.WARN if self._low.update(observation.step, low) >= self._sustain else None
+
+    def _finding(self, observation: Observation, severity: Severity) -> Finding:
+        return Finding(
+            self.signature,
+            severity,
+            observation.step,
+            f"entropy fell from {self._start:.3g} to {observation.entropy:.3g} nats per token: the policy hardly "
+            f"explores any more",
+            onset_step=self._low.since,
+            evidence={"entropy": observation.entropy, "start": self._start, "observations": self._low.length},
+        )
+
+    def _forget(self) -> None:
+        self._early = []
+        self._low.reset()
+
+    def _memory(self) -> dict[str, Any]:
+        return {"early": [list(pair) for pair in self._early], "low": self._low.state_dict()}
+
+    def _recall(self, memory: dict[str, Any]) -> None:
+        self._early = [(int(step), float(value)) for step, value in memory["early"]]
+        self._low.load_state_dict(memory["low"])
