@@ -196,7 +196,12 @@ def outlier_run(trimmed=0.02, rising=False, ratio=20.0):
         late = step > 60
         kl = 0.02 if not late else 0.02 * 1.25 ** (step - 60)
         extreme = ratio + (0.5 * max(0, step - 60) if rising else 0.1 * (step % 3))
-        tokens = {"kl_trimmed": trimmed if late else 0.019, "log_ratio_extreme": extreme, "top_share": 0.9 * late}
+        tokens = {
+            "kl_token_mean": kl,
+            "kl_trimmed": trimmed if late else 0.019,
+            "log_ratio_extreme": extreme,
+            "top_share": 0.9 * late,
+        }
         decision = guard._observe(Observation(step, kl_mean=kl, kl_max=kl * 100, **tokens))
         if decision:
             break
@@ -229,7 +234,7 @@ def test_a_warning_becomes_critical_when_the_rest_follows():
     for step in range(1, 140):
         kl = 0.02 if step <= 60 else 0.02 * 1.25 ** (step - 60)
         trimmed = 0.02 if step <= 100 else kl / 2
-        tokens = {"kl_trimmed": trimmed, "log_ratio_extreme": 20.0 + 0.1 * (step % 3)}
+        tokens = {"kl_token_mean": kl, "kl_trimmed": trimmed, "log_ratio_extreme": 20.0 + 0.1 * (step % 3)}
         decision = guard._observe(Observation(step, kl_mean=kl, kl_max=kl, **tokens))
         if decision:
             break
@@ -240,7 +245,7 @@ def test_the_hard_ceiling_asks_the_same():
     """Three means in the thousands, made by one token each."""
     guard = KLGuard(announce=False)
     for step in range(1, 10):
-        tokens = {"kl_trimmed": 0.01, "log_ratio_extreme": 12.0 - step % 2, "top_share": 1.0}
+        tokens = {"kl_token_mean": 5000.0, "kl_trimmed": 0.01, "log_ratio_extreme": 12.0 - step % 2, "top_share": 1.0}
         decision = guard._observe(Observation(step, kl_mean=5000.0, kl_max=2e7, **tokens))
     assert decision.action == "continue"
     assert [f.severity.value for f in guard.findings if f.signature == "KL_BLOWUP"] == ["warn"]
@@ -252,7 +257,7 @@ def test_the_founding_report_halts():
     extremes = [1.8, 8.9, 14.6, 16.9, 20.0, 23.7, 22.0, 22.3, 22.64]
     means = [0.01, 0.4, 25.0, 1e3, 5e3, 2e4, 1e6, 1.2e6, 1568987.96]
     for step, (extreme, kl) in enumerate(zip(extremes, means, strict=True), start=1):
-        tokens = {"kl_trimmed": 0.01, "log_ratio_extreme": extreme, "top_share": 1.0}
+        tokens = {"kl_token_mean": kl, "kl_trimmed": 0.01, "log_ratio_extreme": extreme, "top_share": 1.0}
         decision = guard._observe(Observation(step, kl_mean=kl, kl_max=kl * 4300, beta=1e-6, **tokens))
         if decision:
             break

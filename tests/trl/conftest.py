@@ -11,6 +11,7 @@ from transformers import PrinterCallback
 
 from tiny_task import GRPO, build_dataset, build_tokenizer, reward, save_fitted
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_runs import patch
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 
@@ -61,6 +62,7 @@ def make_trainer(fitted, tmp_path):
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None,
         )
         trainer.remove_callback(PrinterCallback)
+        patch(trainer, callbacks)
         return trainer
 
     return make

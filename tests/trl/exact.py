@@ -20,7 +20,7 @@ from transformers import PrinterCallback
 from kl_guard_trl import KLGuardCallback
 from tiny_task import GRPO, build_dataset, build_tokenizer, reward
 from trl import GRPOConfig, GRPOTrainer
-from trl_runs import SetKL, training_logs
+from trl_runs import SetKL, patch, training_logs
 from trl_state import Record
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -73,6 +73,7 @@ def build(strategy: str, model: str, output_dir: Path, callbacks: list) -> GRPOT
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    patch(trainer, callbacks)
     return trainer
 
 

@@ -19,7 +19,7 @@ from transformers import PrinterCallback
 from kl_guard_trl import KLGuardCallback
 from tiny_task import GRPO, build_dataset, build_tokenizer, reward
 from trl import GRPOConfig, GRPOTrainer
-from trl_runs import SetKL
+from trl_runs import SetKL, patch
 
 RANK = int(os.environ.get("RANK", "0"))
 STEPS = 14
@@ -38,6 +38,7 @@ def build(model: str, output_dir: Path, callbacks: list) -> GRPOTrainer:
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    patch(trainer, callbacks)
     return trainer
 
 

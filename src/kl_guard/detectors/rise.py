@@ -99,8 +99,18 @@ class RiseMonitor:
         kl = observation.kl_mean
         if kl is None or not math.isfinite(kl) or (self.steps and observation.step <= self.steps[-1]):
             return False
-        self._append(observation.step, kl, observation.kl_trimmed, observation.log_ratio_extreme)
+        self._append(observation.step, kl, self._without_the_top(observation), observation.log_ratio_extreme)
         return True
+
+    def _without_the_top(self, observation: Observation) -> float | None:
+        """Return what is left of KL without the largest tokens, None where it is not known.
+
+        The host may average otherwise than over tokens: what they add to the token mean is taken from its mean.
+        """
+        kl, whole, trimmed = observation.kl_mean, observation.kl_token_mean, observation.kl_trimmed
+        if kl is None or whole is None or trimmed is None or self._config.kl_kind != "k3":
+            return None
+        return kl - (whole - trimmed)
 
     def critical(self) -> Rise | None:
         """Whether the rule holds at the level of KL_BLOWUP."""
