@@ -267,11 +267,12 @@ class KLGuardCallback(TrainerCallback):
         kind = hosts.kl_kind_of(args)
         if kind is not None and self.config.kl_kind == "k3":
             self.config = replace(self.config, kl_kind=kind)
-        every = hosts.steps_per_log(args, state)
+        by_step = self._capture is not None and not self._capture.why_no_steps
+        every = hosts.steps_per_kl(args, state, self.config, by_step=by_step)
         self.guard = self.new_guard(args, state.max_steps // every if every else None)
         if args.process_index == 0:
             why_not_back = None if self._way is None else self._way.why_not
-            for line in hosts.limits(args, state, self.config, why_not_back):
+            for line in hosts.limits(args, state, self.config, why_not_back, by_step=by_step):
                 logger.warning("kl-guard: %s", line)
         if state.global_step > 0 or (self._way is not None and self._way.resume_from is not None):
             ours = {
@@ -287,7 +288,18 @@ class KLGuardCallback(TrainerCallback):
         config = self.config
         if config.action == "rollback" and not (self._way is not None and self._way.ready):
             config = replace(config, action="halt")
-        return KLGuard(config, output_dir=args.output_dir, rank=args.process_index, expected_observations=expected)
+        return KLGuard(
+            config,
+            output_dir=args.output_dir,
+            rank=args.process_index,
+            expected_observations=expected,
+            token_text=self._token_text,
+        )
+
+    def _token_text(self, token_id: int) -> str:
+        """Return the text of a token, as the tokenizer writes it."""
+        assert self._capture is not None  # noqa: S101 - only asked where tokens are seen
+        return str(internals.tokenizer(self._capture.trainer).convert_ids_to_tokens(token_id))
 
     def _keep_start(self, args: Any, state: TrainerState, model: Any) -> None:
         """Pin the state before the first step, where the guard may have to go back that far. On all ranks."""

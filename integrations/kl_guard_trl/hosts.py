@@ -54,12 +54,15 @@ def steps_per_log(args: Any, state: Any) -> int:
     return _interval(args, state, "logging_steps")
 
 
-def limits(args: Any, state: Any, config: GuardConfig, why_not_back: str | None) -> Iterator[str]:
+def limits(
+    args: Any, state: Any, config: GuardConfig, why_not_back: str | None, *, by_step: bool = False
+) -> Iterator[str]:
     """Yield one line for each thing about this run that limits what the guard can see or do.
 
-    `why_not_back` says why this trainer cannot be taken back: "" where it can, None where it is not attached.
+    `why_not_back` says why this trainer cannot be taken back: "" where it can, None where it is not attached; `by_step`
+    that each optimizer step is observed, whatever is logged.
     """
-    yield from _what_is_seen(args, state, config)
+    yield from _what_is_seen(args, state, config, by_step)
     yield from _what_is_saved(args, state, config.pin_checkpoints)
     if getattr(args, "logging_nan_inf_filter", False):
         yield "logging_nan_inf_filter is on: the logged loss hides NaN and inf, so a sound loss proves nothing"
@@ -86,14 +89,22 @@ def _going_back(args: Any, why_not_back: str | None) -> Iterator[str]:
         yield "ignore_data_skip is on: after a rollback the data begin anew instead of going on from the checkpoint"
 
 
-def _what_is_seen(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
+def steps_per_kl(args: Any, state: Any, config: GuardConfig, *, by_step: bool) -> int:
+    """Return how many steps lie between two KLs that the guard gets to see; 0 where it gets none."""
+    if not by_step:
+        return steps_per_log(args, state)
+    return config.probe_every if getattr(args, "beta", None) == 0 and config.probe == "auto" else 1
+
+
+def _what_is_seen(args: Any, state: Any, config: GuardConfig, by_step: bool) -> Iterator[str]:
     name = type(args).__name__
     beta = getattr(args, "beta", None)
-    every = steps_per_log(args, state)
-    if beta == 0:
+    every = steps_per_kl(args, state, config, by_step=by_step)
+    if beta == 0 and not (by_step and config.probe == "auto"):
+        probe = "probe='auto' measures KL in some steps" if by_step else "attach(trainer) and probe='auto' measure it"
         yield (
             "beta is 0: there is no reference model and no `kl` is logged, so a blow-up cannot be seen; beta=1e-8 "
-            "makes TRL log it, for one forward pass of the reference per batch"
+            f"makes TRL log it, for one forward pass of the reference per batch; {probe}"
         )
     elif beta is None:
         yield f"{name} has no beta: unless the trainer logs `kl`, a blow-up cannot be seen"
@@ -101,12 +112,13 @@ def _what_is_seen(args: Any, state: Any, config: GuardConfig) -> Iterator[str]:
         yield "logging_strategy is 'no': nothing is logged, so nothing is observed"
         return
     micro = args.gradient_accumulation_steps
-    if every > 1:
+    if every > 1 and not by_step:
         yield (
             f"logging_steps is {every}: an observation averages {every} steps, so a one-step spike of S shows as "
-            f"S/{every}, and a decision comes up to {every} steps later; logging_steps=1 avoids both"
+            f"S/{every}, and a decision comes up to {every} steps later; attach(trainer) observes every step, "
+            f"logging_steps=1 avoids both"
         )
-    if micro > 1:
+    if micro > 1 and not by_step:
         yield (
             f"gradient_accumulation_steps is {micro}: a step averages {micro} micro-batches, so a spike of S in one "
             f"shows as S/{micro}"
@@ -174,7 +186,10 @@ def values_of(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def other_kls(logs: Mapping[str, Any]) -> list[str]:
     """Return the keys of a log that seem to be a KL, but not the one to watch."""
-    return [key for key in logs if key != "kl" and "kl" in re.split(r"[^a-z]+", key.lower())]
+    ours = "kl_guard/"
+    return [
+        key for key in logs if key != "kl" and not key.startswith(ours) and "kl" in re.split(r"[^a-z]+", key.lower())
+    ]
 
 
 def training_logs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

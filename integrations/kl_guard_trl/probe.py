@@ -218,7 +218,10 @@ def _copy_to_cpu(model: nn.Module) -> nn.Module:
         known[id(parameter)] = nn.Parameter(parameter.detach().cpu().clone(), requires_grad=False)
     for buffer in model.buffers():
         known[id(buffer)] = buffer.detach().cpu().clone()
-    return copy.deepcopy(model, known)
+    copied = copy.deepcopy(model, known)
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)  # put there by TRL or accelerate, it would run the original
+    return copied
 
 
 def _takes(model: nn.Module, name: str) -> bool:

@@ -157,8 +157,8 @@ def test_log_ratios_beyond_float32_are_kept():
 
 
 def test_padding_inside_the_mask_is_counted():
-    """Padding behind an end of sequence or behind padding; where both are one id, the first is the end itself."""
-    ids = torch.tensor([[5, 6, 2, 0, 0], [5, 0, 6, 2, 0]])
+    """Padding behind an end of sequence, not what was sampled; where both are one id, the first is the end itself."""
+    ids = torch.tensor([[5, 6, 2, 0, 0], [0, 0, 6, 2, 0]])
     ones, zeros = torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5)
     stats = summarize_tokens(zeros, zeros, ones, ids, pad_token_id=0, eos_token_ids=[2])
     assert stats.read().padding == 3

@@ -97,8 +97,8 @@ def summarize_tokens(
     top_k:
         How many of the tokens with the largest KL are kept with all that is known of them.
     pad_token_id, eos_token_ids:
-        With them, tokens of padding that the mask lets through are counted: padding behind padding or behind an end of
-        sequence. Needs `token_ids`.
+        With them, tokens of padding that the mask lets through are counted: those behind an end of sequence. Needs
+        `token_ids`.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def summarize_tokens(
     if batch.size:
         _fill(row, batch, top_k)
         if token_ids is not None and pad_token_id is not None:
-            row[layout.PADDING] = _padding(token_ids, mask, pad_token_id, eos_token_ids)
+            row[layout.PADDING] = _padding(token_ids, mask, pad_token_id, tuple(eos_token_ids))
     return TokenSummary(row.unsqueeze(0))
 
 
@@ -226,9 +226,14 @@ def _list_top(row: Tensor, batch: _Batch, top_k: int) -> Tensor:
 
 
 def _padding(ids: Tensor, mask: Tensor, pad: int, ends: Iterable[int]) -> Tensor:
-    """Count padding inside the mask. Padding may be the end of sequence: then the first one of a row is none."""
+    """Count padding inside the mask, behind an end of sequence: a policy may sample the token of padding before it.
+
+    Where padding and end of sequence are one id, the first of a row of them is the end itself.
+    """
     before = ids[..., :-1]
-    closed = before == pad
+    ended = before == pad if pad in ends else torch.zeros_like(before, dtype=torch.bool)
     for end in ends:
-        closed = closed | (before == end)
-    return (closed & (ids[..., 1:] == pad) & mask[..., 1:].to(torch.bool)).sum()
+        ended = ended | (before == end)
+    behind = ended.cumsum(-1) > 0
+    follows = ended | (before == pad)
+    return (behind & follows & (ids[..., 1:] == pad) & mask[..., 1:].to(torch.bool)).sum()
