@@ -38,6 +38,7 @@ class Step:
     batches: list[Batch] = field(default_factory=list)
     metrics: dict[str, list[float]] = field(default_factory=dict)
     grad_norm: Any = None
+    unscored: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
 class Capture:
@@ -161,11 +162,8 @@ class Capture:
             return
         reference = inputs.get("ref_per_token_logps")
         if reference is None and self._logprobs is not None and self.probe is not None and self.probe.due():
-            reference = self._faults.guarded(self.probe.score, inputs)
-            if self.probe.why_not:
-                self._faults.say_once("probe", f"no probe of the reference any more: {self.probe.why_not}")
-            elif reference is None:
-                self.probe.why_not = "a fault of the guard"
+            self._step.unscored.append((self._logprobs, inputs))
+            return
         if self._logprobs is None or reference is None:
             self._miss(reference)
             return
@@ -213,11 +211,24 @@ class Capture:
 
     def collect(self) -> tuple[TokenStats | None, dict[str, float]]:
         """Return what the step gave, of all ranks together, and begin the next one. Every process must call this."""
+        self._faults.guarded(self._probe)
         step, self._step = self._step, Step()
         mine = self._faults.guarded(self._own, step)
         everywhere = self._faults.shared(mine)
         stats = self._faults.guarded(_together, everywhere)
         return stats, self._faults.guarded(_means, step) or {}
+
+    def _probe(self) -> None:
+        """Score what is to be probed: now, when nothing is left of the step that a forward pass could disturb."""
+        waiting, self._step.unscored = self._step.unscored, []
+        for policy, inputs in waiting:
+            assert self.probe is not None  # noqa: S101 - it asked for them
+            reference = self._faults.guarded(self.probe.score, inputs) if not self.probe.why_not else None
+            if reference is None:
+                self.probe.why_not = self.probe.why_not or "a fault of the guard"
+                self._faults.say_once("probe", f"no probe of the reference any more: {self.probe.why_not}")
+                return
+            self.add(policy, reference, inputs)
 
     def _own(self, step: Step) -> tuple[Any, dict[tuple[int, int], str]] | None:
         """Return this rank's rows, and the beginnings of the prompts of the rows they list."""

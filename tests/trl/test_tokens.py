@@ -291,6 +291,7 @@ def test_the_probe_changes_nothing(make_trainer, fitted, tmp_path, kind):
     """Weights, logs, random state, training flags: those of a run without it."""
     results = []
     for number in range(2):
+        torch.manual_seed(0)  # older versions draw the adapter before they seed
         settings = {**FAST, "beta": 0.0, "lora": kind == "adapter"}
         trainer = make_trainer([], output_dir=tmp_path / str(number), **settings)
         if number:
