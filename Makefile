@@ -51,6 +51,7 @@ soak: $(READY) ## Run the long repeats as well.
 bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelled series how well it detects.
 	$(BIN)/python benchmarks/cost.py
 	$(BIN)/python benchmarks/pins.py
+	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/overhead.py
 	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 
