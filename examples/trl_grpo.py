@@ -44,9 +44,10 @@ def train(model: str, output_dir: Path, seed: int, *extra: Any) -> tuple[KLGuard
         reward_funcs=reward,
         train_dataset=build_dataset(seed=seed),
         processing_class=build_tokenizer(),
-        callbacks=[*extra, guard],
+        callbacks=list(extra),
     )
     trainer.remove_callback(PrinterCallback)
+    guard.attach(trainer)
     trainer.train()
     return guard, [row for row in trainer.state.log_history if "loss" in row]
 
@@ -67,6 +68,7 @@ def files(folder: Path) -> str:
     patterns = (
         "checkpoint-*",
         "kl_guard/journal.jsonl",
+        "kl_guard/tokens.jsonl",
         "kl_guard/incidents/*/*",
         "kl_guard/pins/*",
         "kl_guard/halted/*",
@@ -105,6 +107,12 @@ def main() -> int:
         print(f"  halted at step {reason.step} of {STEPS} by {reason.signature}: {reason.message}")
         print(f"  onset: step {reason.onset_step}; departure: step {reason.departure_step} (cause: step {JUMP_AT})")
         print(f"  likeliest cause: {reason.causes[0].name}: {reason.causes[0].evidence}")
+    if broken.guard is not None and broken.guard.outliers.latest is not None:
+        worst = broken.guard.outliers.latest.outliers[0]
+        print(
+            f"  the token with the largest KL: {worst.text} at position {worst.position} behind {worst.prompt!r}: "
+            f"log-prob {worst.policy_logprob:.2f} by the policy, {worst.ref_logprob:.2f} by the reference"
+        )
     if broken.decision.checkpoint is not None:
         print(f"  go back to: {broken.decision.checkpoint.path}")
     print("\nFiles of the halted run:")
