@@ -99,7 +99,7 @@ def logged(trainer: GRPOTrainer) -> Rows:
 
 def abandoned(journal: Rows, attempt: int) -> Rows:
     """Return what an attempt logged; after a rollback the trainer's history does not have it any more."""
-    observed = [record for record in journal if record["type"] == "observation" and record["attempt"] == attempt]
+    observed = [r for r in journal if r["type"] == "observation" and r["attempt"] == attempt and "kl_mean" in r]
     return [{"step": row["step"], "kl": row["kl_mean"], "reward": row["reward"]} for row in observed]
 
 

@@ -1,8 +1,12 @@
 """What README shows is what the package does."""
 
 import doctest
+import math
 import re
 from pathlib import Path
+
+import pytest
+import torch
 
 from kl_guard import GuardConfig, KLGuard, detectors, replay
 
@@ -22,9 +26,25 @@ def test_examples_give_what_is_shown():
 def test_the_block_without_a_framework_runs(tmp_path, monkeypatch):
     """As it stands."""
     monkeypatch.chdir(tmp_path)
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "guard.observe" in b]
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "GuardConfig(abs_floor" in b]
     exec(block, {})  # noqa: S102 - the README's own code
     assert (tmp_path / "out" / "kl_guard" / "journal.jsonl").is_file()
+
+
+def test_the_block_about_tokens_runs():
+    """With tensors of a batch."""
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "summarize_tokens(" in b]
+    zeros = torch.zeros(2, 5)
+    names = {
+        "policy_logprobs": zeros - 1,
+        "ref_logprobs": zeros - 2,
+        "mask": zeros == 0,
+        "ids": zeros.long(),
+        "step": 1,
+    }
+    guard = KLGuard(announce=False)
+    exec(block, {**names, "guard": guard})  # noqa: S102 - the README's own code
+    assert guard.history[-1].kl_mean == pytest.approx(math.exp(-1))
 
 
 def test_every_signature_has_a_row():
