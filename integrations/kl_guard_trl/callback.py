@@ -407,9 +407,9 @@ class KLGuardCallback(TrainerCallback):
             return Decision()  # nothing passed here: what is logged is all there is
         gap = metrics.pop(internals.SAMPLER_GAP, None)
         if gap is not None:
-            guard.note({"sampler_gap": gap})
+            guard.note({"sampler_gap": float(f"{gap:.1g}")})  # rounded, so that it is seldom news
         checksum = None
-        if step % self.config.probe_every == 1 or step == 1:
+        if (step - 1) % self.config.probe_every == 0:
             checksum = self._faults.guarded(reference_checksum, capture.trainer)
         decision = guard.observe(
             step=step,

@@ -221,6 +221,14 @@ class KLGuard:
             self._fail("observing a step")
             return self._standing or Decision()  # what was decided before stands
 
+    def take(self, observation: Observation) -> Decision:
+        """Take in an observation as it was recorded, of tokens too, and decide as `observe` does."""
+        try:
+            return self._observe(observation)
+        except Exception:
+            self._fail("observing a step")
+            return self._standing or Decision()
+
     def checkpoint_saved(
         self,
         step: Any,

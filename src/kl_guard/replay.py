@@ -84,7 +84,7 @@ def replay(source: Source, config: GuardConfig | None = None, **overrides: Any) 
         if last is not None and observation.step < last:
             notes.append(f"row {number}: steps go back from {last} to {observation.step}, read as a resume")
             guard.resumed(observation.step - 1 if observation.step else 0)
-        answer = guard.observe(**observation.known())
+        answer = guard.take(observation)
         findings += answer.findings
         decision = answer if answer and not decision else decision
     return ReplayResult(tuple(findings), decision, len(guard.history), tuple(notes))
