@@ -57,6 +57,21 @@ def test_what_is_written(tmp_path):
     assert len(lines[0]["outliers"]) == 16
 
 
+def test_rows_can_have_names(tmp_path):
+    """A sample's id and the beginning of its prompt go with the token; not where no text may be written."""
+    policy, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    reference = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    for folder, log_text in (("a", True), ("b", False)):
+        named = summarize_tokens(policy, reference, mask, sample_ids=["x", "y"], prompts=["p" * 100, "q" * 100])
+        guard = KLGuard(GuardConfig(log_text=log_text), output_dir=tmp_path / folder, announce=False)
+        guard.observe(step=1, tokens=named.merged([tokens()]))
+        line = json.loads((tmp_path / folder / "kl_guard" / "tokens.jsonl").read_text())
+        assert line["outliers"][0]["sample"] == "y"
+        assert line["outliers"][0].get("prompt") == ("q" * 80 if log_text else None)
+    with pytest.raises(ValueError, match="prompts must have one entry for each row, got 1"):
+        summarize_tokens(policy, reference, mask, prompts=["p"])
+
+
 def test_a_finding_names_the_token():
     """Its text, position and both log-probs, and that it keeps coming back."""
     guard = KLGuard(announce=False, token_text=lambda token_id: f"tok{token_id}")

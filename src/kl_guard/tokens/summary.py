@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kl_guard import token_stats as layout
-from kl_guard.token_stats import TokenStats, put_together
+from kl_guard.token_stats import Outlier, TokenStats, put_together
 from kl_guard.tokens.estimators import check_logprobs, check_mask
 
+Names = tuple[Sequence[str | int] | None, Sequence[str] | None]
+"""Names of a batch's rows, and their prompts."""
+
+PROMPT = 80  # characters of a prompt that are kept with an outlier
 BLOCK = 128  # tokens of which only the extremes are looked at first
 
 
@@ -24,8 +29,9 @@ class TokenSummary:
         [parts, numbers], float64 (float32 where the device has no float64); one row for each batch.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, names: Sequence[Names | None] = ()) -> None:
         self.values = values
+        self._names = list(names) or [None] * len(values)
         self._host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._stats: TokenStats | None = None
@@ -41,10 +47,11 @@ class TokenSummary:
         ValueError
             For summaries with another `top_k`.
         """
-        values = [self.values, *(other.values for other in others)]
-        if len({value.shape[1] for value in values}) > 1:
+        summaries = [self, *others]
+        if len({summary.values.shape[1] for summary in summaries}) > 1:
             raise ValueError("only summaries made with the same top_k can be merged")
-        return TokenSummary(torch.cat(values))
+        names = [name for summary in summaries for name in summary._names]
+        return TokenSummary(torch.cat([summary.values for summary in summaries]), names)
 
     def fetch(self) -> TokenSummary:
         """Begin to copy the values to the CPU, without waiting for it."""
@@ -69,8 +76,18 @@ class TokenSummary:
     def read(self) -> TokenStats:
         """Return the plain numbers; waits for the device where it has to."""
         if self._stats is None:
-            self._stats = put_together(self.numpy())
+            stats = put_together(self.numpy())
+            self._stats = stats.with_outliers([self._named(outlier) for outlier in stats.outliers])
         return self._stats
+
+    def _named(self, outlier: Outlier) -> Outlier:
+        names = self._names[outlier.part]
+        if names is None:
+            return outlier
+        samples, prompts = names
+        sample = None if samples is None else samples[outlier.row]
+        prompt = None if prompts is None else prompts[outlier.row][:PROMPT]
+        return replace(outlier, sample=sample, prompt=prompt)
 
 
 @torch.no_grad()
@@ -83,6 +100,8 @@ def summarize_tokens(
     *,
     pad_token_id: int | None = None,
     eos_token_ids: Iterable[int] = (),
+    sample_ids: Sequence[str | int] | None = None,
+    prompts: Sequence[str] | None = None,
 ) -> TokenSummary:
     """Sum up the KL of a batch's tokens in one pass on their device; nothing waits for the device.
 
@@ -99,6 +118,8 @@ def summarize_tokens(
     pad_token_id, eos_token_ids:
         With them, tokens of padding that the mask lets through are counted: those behind an end of sequence. Needs
         `token_ids`.
+    sample_ids, prompts:
+        A name and the prompt for each row, on the CPU; outlier tokens carry them (of a prompt its first 80 characters).
 
     Returns
     -------
@@ -134,7 +155,11 @@ def summarize_tokens(
         _fill(row, batch, top_k)
         if token_ids is not None and pad_token_id is not None:
             row[layout.PADDING] = _padding(token_ids, mask, pad_token_id, tuple(eos_token_ids))
-    return TokenSummary(row.unsqueeze(0))
+    for name, values in (("sample_ids", sample_ids), ("prompts", prompts)):
+        if values is not None and width * len(values) != policy_logprobs.numel():
+            raise ValueError(f"{name} must have one entry for each row, got {len(values)}")
+    names = None if sample_ids is None and prompts is None else (sample_ids, prompts)
+    return TokenSummary(row.unsqueeze(0), [names])
 
 
 class _Batch:
