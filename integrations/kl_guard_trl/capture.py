@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kl_guard import GuardConfig
-from kl_guard.token_stats import Outlier, TokenStats, put_together
+from kl_guard.token_stats import Array, Outlier, TokenStats, put_together
 from kl_guard.tokens import TokenSummary, summarize_tokens
 from kl_guard_trl import internals
 from kl_guard_trl.faults import Faults
 from kl_guard_trl.probe import ReferenceProbe
 
 PROMPT_TOKENS = 24  # of a prompt's beginning that are kept with an outlier
+TELLING = 0.01  # nats: below it the prompt of a token says nothing
 OFTEN_ENOUGH = 3  # steps without tokens after which it is said that there are none
 
 
@@ -29,6 +31,19 @@ class Batch:
     summary: TokenSummary
     prompt_ids: Tensor | None
     prompt_mask: Tensor | None
+
+
+Prompts = dict[tuple[int, int], str]
+"""How the prompts of rows begin, by micro-batch and row."""
+
+
+@dataclass
+class Share:
+    """What one rank has to say about a step: the rows of its micro-batches, their prompts, and both together."""
+
+    rows: Array
+    prompts: Prompts
+    stats: TokenStats
 
 
 @dataclass
@@ -215,7 +230,9 @@ class Capture:
         step, self._step = self._step, Step()
         mine = self._faults.guarded(self._own, step)
         everywhere = self._faults.shared(mine)
-        stats = self._faults.guarded(_together, everywhere)
+        stats = mine.stats if mine is not None and len(everywhere) == 1 else None
+        if len(everywhere) > 1:
+            stats = self._faults.guarded(_together, everywhere)
         return stats, self._faults.guarded(_means, step) or {}
 
     def _probe(self) -> None:
@@ -230,53 +247,46 @@ class Capture:
                 return
             self.add(policy, reference, inputs)
 
-    def _own(self, step: Step) -> tuple[Any, dict[tuple[int, int], str]] | None:
-        """Return this rank's rows, and the beginnings of the prompts of the rows they list."""
+    def _own(self, step: Step) -> Share | None:
+        """Return this rank's share of the step."""
         if not step.batches:
             return None
         first, *rest = step.batches
-        summary = first.summary.merged(batch.summary for batch in rest).fetch()
-        rows = summary.numpy()
-        if not self.config.log_text:
-            return rows, {}
-        return rows, self._faults.guarded(self._prompts, step, put_together(rows).outliers) or {}
+        rows = first.summary.merged(batch.summary for batch in rest).fetch().numpy()
+        stats = put_together(rows)
+        prompts: Prompts = {}
+        if self.config.log_text:
+            prompts = self._faults.guarded(self._prompts, step, stats.outliers) or {}
+        return Share(rows, prompts, stats.with_outliers(_with_prompts(stats.outliers, prompts)))
 
-    def _prompts(self, step: Step, outliers: Iterable[Outlier]) -> dict[tuple[int, int], str]:
+    def _prompts(self, step: Step, outliers: Iterable[Outlier]) -> Prompts:
+        """Return how the prompts of the rows begin that hold tokens with some KL."""
         processor = internals.tokenizer(self.trainer)
-        found: dict[tuple[int, int], str] = {}
+        kept: dict[tuple[int, int], list[int]] = {}
         for outlier in outliers:
-            key = (outlier.part, outlier.row)
-            batch = step.batches[outlier.part]
-            if key in found or processor is None or batch.prompt_ids is None:
+            key, batch = (outlier.part, outlier.row), step.batches[outlier.part]
+            if key in kept or outlier.kl < TELLING or processor is None or batch.prompt_ids is None:
                 continue
             ids = batch.prompt_ids[outlier.row].tolist()
             mask = [1] * len(ids) if batch.prompt_mask is None else batch.prompt_mask[outlier.row].tolist()
-            kept = [token for token, counts in zip(ids, mask, strict=True) if counts][:PROMPT_TOKENS]
-            found[key] = processor.decode(kept)
-        return found
+            kept[key] = [token for token, counts in zip(ids, mask, strict=True) if counts][:PROMPT_TOKENS]
+        return dict(zip(kept, processor.batch_decode(list(kept.values())), strict=True)) if kept else {}
 
 
-def _together(everywhere: list[tuple[Any, dict[tuple[int, int], str]] | None]) -> TokenStats | None:
-    """Put the rows of all ranks together; parts count within their rank."""
-    import numpy as np
+def _with_prompts(outliers: Iterable[Outlier], prompts: Prompts) -> list[Outlier]:
+    return [outlier.described(prompts.get((outlier.part, outlier.row)), outlier.text) for outlier in outliers]
 
-    given = [(rank, *one) for rank, one in enumerate(everywhere) if one is not None]
+
+def _together(everywhere: list[Share | None]) -> TokenStats | None:
+    """Put the rows of all ranks together; the parts of a rank are counted within it."""
+    given = [(rank, share) for rank, share in enumerate(everywhere) if share is not None]
     if not given:
         return None
-    ranks = [rank for rank, rows, _ in given for _ in rows]
-    first = {}
-    count = 0
-    for rank, rows, _ in given:
-        first[rank] = count
-        count += len(rows)
-    stats = put_together(np.concatenate([rows for _, rows, _ in given]), ranks)
-    prompts = {rank: found for rank, _, found in given}
-    outliers = []
-    for outlier in stats.outliers:
-        part = outlier.part - first[outlier.rank]
-        prompt = prompts[outlier.rank].get((part, outlier.row))
-        outliers.append(replace(outlier, part=part, prompt=prompt))
-    return stats.with_outliers(outliers)
+    of_rows = [(rank, part) for rank, share in given for part in range(len(share.rows))]
+    stats = put_together(np.concatenate([share.rows for _, share in given]), [rank for rank, _ in of_rows])
+    prompts = {rank: share.prompts for rank, share in given}
+    outliers = [replace(outlier, part=of_rows[outlier.part][1]) for outlier in stats.outliers]
+    return stats.with_outliers([_with_prompts([outlier], prompts[outlier.rank])[0] for outlier in outliers])
 
 
 def _means(step: Step) -> dict[str, float]:

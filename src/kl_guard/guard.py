@@ -446,16 +446,16 @@ class KLGuard:
         if len(self.history) and step < self.history.steps[-1]:
             return
         self._begin()
-        outliers = self._described(stats.outliers)
-        self.outliers.update(step, stats.with_outliers(outliers))
+        stats = stats.with_outliers(self._described(stats.outliers))
+        self.outliers.update(step, stats)
         if self._token_log is not None and self._writes():
-            self._token_log.write({"step": step, "attempt": self.attempt, **stats.with_outliers(outliers).to_dict()})
+            self._token_log.write({"step": step, "attempt": self.attempt, **stats.to_dict()})
 
     def _described(self, outliers: Iterable[Outlier]) -> list[Outlier]:
         """Return outliers with the text of their tokens, or without any text where none may be written."""
         if not self.config.log_text:
-            return [replace(outlier, prompt=None, text=None) for outlier in outliers]
-        return [replace(o, text=self._text_of(o.token_id)) if o.text is None else o for o in outliers]
+            return [outlier.described(None, None) for outlier in outliers]
+        return [o.described(o.prompt, self._text_of(o.token_id)) if o.text is None else o for o in outliers]
 
     def _text_of(self, token_id: int | None) -> str | None:
         if token_id is None or self._token_text is None:

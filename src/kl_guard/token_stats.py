@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,14 @@ class Outlier:
         """Reference minus policy log-prob, in nats."""
         return self.ref_logprob - self.policy_logprob
 
+    def described(self, prompt: str | None, text: str | None) -> Outlier:
+        """Return the same token with prompt and text."""
+        place = (self.position, self.row, self.part, self.rank, self.sample)
+        return Outlier(self.kl, self.policy_logprob, self.ref_logprob, self.token_id, *place, prompt, text)
+
     def to_dict(self) -> dict[str, Any]:
         """Return what is known as plain values, ready for JSON."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class TokenStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the stats as plain values, ready for JSON."""
         return {
-            **asdict(self),
+            **vars(self),
             "quantiles": {str(q): value for q, value in self.quantiles.items()},
             "outliers": [outlier.to_dict() for outlier in self.outliers],
         }
@@ -231,8 +236,8 @@ def put_together(rows: Array, ranks: Sequence[int] | None = None) -> TokenStats:
         kl_max=(outliers[0].kl if outliers else 0.0) if tokens else math.nan,
         log_ratio_max=highest if tokens else math.nan,
         log_ratio_min=lowest if tokens else math.nan,
-        nans=ranked.count(NOT_A_NUMBER, BINS),
-        infs=ranked.count(INFINITE, NOT_A_NUMBER),
+        nans=ranked.nans(),
+        infs=ranked.infs(),
         quantiles={q: ranked.quantile(q) for q in QUANTILES},
         top_share=ranked.share(few),
         top_percent_share=ranked.share(max(1, math.ceil(tokens / 100))),
@@ -271,8 +276,8 @@ class _Part:
         self.listed: list[Outlier] = []
         self.end_mass = float(row[END_MASS])
         self.place_mass = row[PLACE_MASS:PLACE_TOKENS].copy()
-        for policy, reference, token_id, index, ends in row[TOP:].reshape(-1, TOP_FIELDS):
-            kl = k3(float(reference - policy))
+        for policy, reference, token_id, index, ends in row[TOP:].reshape(-1, TOP_FIELDS).tolist():
+            kl = k3(reference - policy)
             if index < 0 or kl == 0:
                 continue  # fewer tokens than places in the list; a token without KL is no outlier
             position = int(index) % width
@@ -280,7 +285,7 @@ class _Part:
             self.place_mass[(position + 1).bit_length() - 1] += kl
             known_id = None if token_id < 0 else int(token_id)
             place = (position, int(index) // width, part, rank)
-            self.listed.append(Outlier(kl, float(policy), float(reference), known_id, *place))
+            self.listed.append(Outlier(kl, policy, reference, known_id, *place))
         with np.errstate(over="ignore"):
             self.mean = float(row[K3_REST] + np.sum([o.kl for o in self.listed])) / max(1, self.tokens)
 
@@ -298,9 +303,13 @@ class _Ranked:
         self._counts = counts
         self._rest, self._mass, self._tokens = rest, mass, tokens
 
-    def count(self, first: int, end: int) -> int:
-        """Return how many tokens are in the bins from `first` to before `end`."""
-        return int(self._counts[first:end].sum()) + sum(first <= _bin_of(kl) < end for kl in self._kl)
+    def nans(self) -> int:
+        """Return how many tokens have no KL."""
+        return int(self._counts[NOT_A_NUMBER:].sum()) + sum(math.isnan(kl) for kl in self._kl)
+
+    def infs(self) -> int:
+        """Return how many tokens have a KL that float32 does not hold."""
+        return int(self._counts[INFINITE:NOT_A_NUMBER].sum()) + sum(kl > LARGEST for kl in self._kl)
 
     def quantile(self, q: float) -> float:
         """Return the smallest value that at least a share `q` of the tokens does not exceed."""
