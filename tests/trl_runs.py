@@ -19,7 +19,7 @@ class SetKL(TrainerCallback):
         if self.key == "grad_norm":
             clip = accelerator.clip_grad_norm_
             accelerator.clip_grad_norm_ = lambda *args: self._norm(trainer, clip(*args))
-        if self.key != "kl" or not hasattr(trainer, "_compute_loss"):
+        if self.key != "kl" or self.values is None or not hasattr(trainer, "_compute_loss"):
             return
         compute, generate = trainer._compute_loss, trainer._generate_and_score_completions
 
@@ -28,13 +28,13 @@ class SetKL(TrainerCallback):
             before = len(logged)
             loss = compute(model, inputs)
             value = self.values(trainer.state.global_step + 1)
-            if value is not None and trainer.model.training:
+            if isinstance(value, float) and trainer.model.training:  # the trainer itself takes the mean of them
                 logged[before:] = [value]
             return loss
 
         def generate_completions(*args):
             output = generate(*args)
-            if self.values(trainer.state.global_step + 1) is not None and trainer.model.training:
+            if isinstance(self.values(trainer.state.global_step + 1), float) and trainer.model.training:
                 trainer._metrics["train"].pop("kl", None)  # RLOO has it here already
             return output
 

@@ -290,9 +290,14 @@ def _together(everywhere: list[Share | None]) -> TokenStats | None:
 
 
 def _means(step: Step) -> dict[str, float]:
-    """Return the means of the step's own metrics; those of KL are the host's, over micro-batches."""
-    means = {name: math.fsum(values) / len(values) for name, values in step.metrics.items() if values}
+    """Return the means of the step's own metrics over micro-batches; like the trainer's, without those that are NaN."""
+    means = {name: _mean(values) for name, values in step.metrics.items() if values}
     if step.grad_norm is not None:
         norm = step.grad_norm
         means["grad_norm"] = float(norm.item() if isinstance(norm, torch.Tensor) else norm)
     return means
+
+
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
