@@ -223,9 +223,10 @@ def test_a_rising_extreme_stays_critical():
     assert outlier_run(rising=True)[1].action == "halt"
 
 
-def test_where_the_rest_has_moved_too_it_stays_critical():
-    """A few tokens are the worst of it, not all of it."""
-    assert outlier_run(trimmed=3.0)[1].action == "halt"
+@pytest.mark.parametrize("trimmed", [3.0, 0.3])
+def test_where_the_rest_has_moved_too_it_stays_critical(trimmed):
+    """A few tokens are the worst of it, not all of it: the rest is far above its own beginning."""
+    assert outlier_run(trimmed=trimmed)[1].action == "halt"
 
 
 def test_a_warning_becomes_critical_when_the_rest_follows():

@@ -18,8 +18,7 @@ class KLBlowup(Detector):
 
     The rule is that of `RiseMonitor` with `ratio` and `abs_floor`; besides it, `kl_mean` above `hard_ceiling` for
     `sustain` observations is critical from the first step on (token means only). Where tokens are observed and a few
-    of them explain it alone (KL without them stays under the threshold, and the extreme log-ratio is not itself
-    rising), it is a warning: the policy at large has not moved.
+    of them explain it alone (see `RiseMonitor.few_tokens`), it is a warning: the policy at large has not moved.
 
     Parameters
     ----------
@@ -66,12 +65,16 @@ class KLBlowup(Detector):
         over = self._over(observation)
         if rise is None and not over:
             return None
-        length = len(self.monitor)
-        self._few_tokens = (
-            rise is None
-            or self.monitor.few_tokens(rise.late_start, rise.start + (length - rise.start) // 2, rise.threshold)
-        ) and (not over or self.monitor.few_tokens(length - self._ceiling.length, 0, self._config.hard_ceiling))
+        self._few_tokens = (rise is None or self._few_make(rise)) and (not over or self._few_make(None))
         return Severity.WARN if self._few_tokens else Severity.CRITICAL
+
+    def _few_make(self, rise: Rise | None) -> bool:
+        """Whether a few tokens alone make a rise, or what is above the ceiling."""
+        length = len(self.monitor)
+        if rise is None:
+            return self.monitor.few_tokens(0, max(0, length - self._ceiling.length), self._config.hard_ceiling, 0)
+        second_half = rise.start + (length - rise.start) // 2
+        return self.monitor.few_tokens(rise.start, rise.late_start, rise.threshold, second_half)
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
         finding = self._of_rise(observation, severity)

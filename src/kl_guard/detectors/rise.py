@@ -152,18 +152,21 @@ class RiseMonitor:
                 return onset if hinge is None else min(onset, start + hinge.knee)
             look_back *= 2
 
-    def few_tokens(self, first: int, trend_from: int, threshold: float) -> bool:
-        """Whether a few tokens alone make KL from position `first` on exceed a threshold.
+    def few_tokens(self, start: int, first: int, threshold: float, trend_from: int) -> bool:
+        """Whether a few tokens alone make KL from position `first` on exceed a threshold; `start` begins the window.
 
-        They do where mean and median of KL without them stay under it, and the extreme log-ratio is not itself rising
-        from position `trend_from` on: drift of the whole policy is often worst on some tokens first.
+        They do where KL without them stays under the threshold and has not grown itself, to `ratio` times its level at
+        the start of the window or above a fifth of `abs_floor`; and the extreme log-ratio is not rising from position
+        `trend_from` on: drift of the whole policy is often worst on some tokens first.
         """
-        trimmed = self.trimmed[max(0, first) :]
-        if not trimmed or any(math.isnan(kl) for kl in trimmed):
+        early = self.trimmed[start : start + max(FEWEST, (len(self) - start) // 4)]
+        late = self.trimmed[first:]
+        if not late or any(math.isnan(kl) for kl in (*early, *late)):
             return False
-        if max(statistics.fmean(trimmed), statistics.median(trimmed)) > threshold:
+        level = max(self._config.ratio * statistics.median(early), self._config.abs_floor * GROWTH_SHARE)
+        if max(statistics.fmean(late), statistics.median(late)) > min(level, threshold):
             return False
-        extremes = [x for x in self.extremes[max(trend_from, len(self.extremes) - TREND_OVER) :] if not math.isnan(x)]
+        extremes = [x for x in self.extremes[max(trend_from, len(self) - TREND_OVER) :] if not math.isnan(x)]
         trend = SlidingMannKendall(Series(extremes))
         trend.move(0, len(extremes))
         return not trend.test().rising(self._config.alpha)

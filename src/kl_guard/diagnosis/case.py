@@ -20,6 +20,7 @@ JUMP = 1.5
 OUTSTANDING = 3.0  # a jump is that many times the usual change around it
 FEW = 8  # observations that make a level
 CLEARLY = 0.1  # nats per token at step 1, as REFERENCE_MISMATCH has it
+EQUAL = 0.01  # nats per token at step 1 up to which both were scored alike
 
 Scored = tuple[float, Cause]
 """A cause, and how much speaks for it: from 0 to 1."""
@@ -109,6 +110,16 @@ class Case:
     def wrong_from_the_start(self) -> bool:
         """Whether KL was high before there was anything to learn from."""
         return self.first_kl is not None and self.first_kl > CLEARLY
+
+    @property
+    def began_equal(self) -> bool:
+        """Whether policy and reference were scored alike at first: what differs since, the policy has learnt."""
+        return self.first_kl is not None and self.first_kl < EQUAL
+
+    @property
+    def began_unequal(self) -> bool:
+        """Whether policy and reference were not scored alike at first: what is wrong with the set-up shows there."""
+        return self.first_kl is not None and self.first_kl >= EQUAL
 
 
 def finite(values: Sequence[float]) -> list[float]:

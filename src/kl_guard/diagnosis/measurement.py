@@ -10,6 +10,7 @@ from kl_guard.findings import Cause
 from kl_guard.token_stats import Outlier
 
 MOST = 0.5  # share of the mass at one kind of place
+SHARP = 0.8  # share that leaves no doubt, also where completions are short
 OFTEN = 3  # observations of which most must say so
 FAR = 10.0  # how many times k3 is above k1 and k2 where the estimator is what blows up
 GAP = 0.05  # nats per token between trainer and sampler; engine noise is .01 to .05
@@ -20,7 +21,7 @@ def dropout(case: Case) -> Scored | None:
     where = case.facts.get("dropout")
     if not where:
         return None
-    wrong = case.wrong_from_the_start or case.finding.signature == "REFERENCE_MISMATCH"
+    wrong = case.began_unequal or case.finding.signature == "REFERENCE_MISMATCH"
     return 0.92 if wrong else 0.55, Cause(
         "dropout is on while log-probs are computed",
         f"{where}{_first_kl(case)}",
@@ -33,7 +34,7 @@ def other_reference(case: Case) -> Scored | None:
     how = case.facts.get("reference_differs")
     if not how:
         return None
-    wrong = case.wrong_from_the_start or case.finding.signature == "REFERENCE_MISMATCH"
+    wrong = case.began_unequal or case.finding.signature == "REFERENCE_MISMATCH"
     return 0.94 if wrong else 0.4, Cause(
         "the reference is not the model that the policy started from",
         f"{how}{_first_kl(case)}",
@@ -46,7 +47,7 @@ def adapter(case: Case) -> Scored | None:
     how = case.facts.get("adapter")
     if not how:
         return None
-    wrong = case.wrong_from_the_start or case.finding.signature == "REFERENCE_MISMATCH"
+    wrong = case.began_unequal or case.finding.signature == "REFERENCE_MISMATCH"
     return 0.96 if wrong else 0.4, Cause(
         "the reference is the base model without the adapter that the policy started from",
         f"{how}{_first_kl(case)}",
@@ -95,15 +96,25 @@ def end_of_sequence(case: Case) -> Scored | None:
     """KL sits on the last tokens of completions."""
     share = _lasting(case, "end_share")
     if share is None:
+        share = _sharp_at_first(case)
+    if share is None:
         return None
-    early = case.at("end_share", 0) or 0.0
-    wrong = case.wrong_from_the_start and early >= MOST
     special = case.finding.signature in ("REFERENCE_MISMATCH", "REF_POLICY_DRIFT_ASYMMETRY")
+    if case.began_equal:
+        return 0.6 if special else 0.35, Cause(
+            "the policy has learnt to end its completions otherwise",
+            f"{share:.0%} of the KL sits on the last token of each completion{_equal_at_first(case)}",
+            "compare the lengths of completions with those at the start, and see whether the reward favours a length",
+        )
+    early = next((value for step, value in case.known("end_share") if step <= OFTEN), _sharp_at_first(case) or 0.0)
+    wrong = case.began_unequal and early >= MOST
     if case.finding.signature == "REFERENCE_MISMATCH" and not wrong:
         return None
     worst = next((o for o in _recent(case) if o.token_id is not None), None)
     token = f"; the largest is {_named(worst)}" if worst is not None else ""
-    return 0.98 if wrong else 0.9 if special else 0.5, Cause(
+    # Where nearly all of it sits there at first, other faults of the set-up do not explain it; where half of it does,
+    # they may.
+    return 0.98 if wrong and early >= SHARP else 0.9 if wrong or special else 0.5, Cause(
         "the end of sequence is scored differently by policy and reference",
         f"{share:.0%} of the KL sits on the last token of each completion{token}",
         "compare the end-of-sequence and padding ids of both models and of the tokenizer, and the chat template; see "
@@ -119,6 +130,12 @@ def particular_token(case: Case) -> Scored | None:
     worst = next((o for o in _recent(case) if o.token_id == int(token_id)), None)
     token = _named(worst) if worst is not None else f"id {token_id:.0f}"
     special = case.finding.signature == "REF_POLICY_DRIFT_ASYMMETRY"
+    if case.began_equal:
+        return 0.55 if special else 0.35, Cause(
+            "the policy has learnt to use one token otherwise",
+            f"{share:.0%} of the KL sits on {token}{_equal_at_first(case)}",
+            "read some completions, and see whether the reward favours this token",
+        )
     return 0.85 if special else 0.45, Cause(
         "one token is scored differently by policy and reference",
         f"{share:.0%} of the KL sits on {token}",
@@ -133,9 +150,17 @@ def narrow_place(case: Case) -> Scored | None:
     if share is None or latest is None:
         return None
     first, tokens, _ = max(latest.places, key=lambda place: place[2], default=(0, 0, 0.0))
-    return 0.8 if case.finding.signature == "REF_POLICY_DRIFT_ASYMMETRY" else 0.4, Cause(
+    where = f"{share:.0%} of it sits on positions {first} to {2 * first}, which are {tokens} of {latest.tokens} tokens"
+    special = case.finding.signature == "REF_POLICY_DRIFT_ASYMMETRY"
+    if case.began_equal:
+        return 0.55 if special else 0.35, Cause(
+            "the policy has learnt to write the same positions otherwise",
+            f"{where}{_equal_at_first(case)}",
+            "read how completions look there, and see whether the reward favours it",
+        )
+    return 0.8 if special else 0.4, Cause(
         "the same positions of each completion carry the KL",
-        f"{share:.0%} of it sits on positions {first} to {2 * first}, which are {tokens} of {latest.tokens} tokens",
+        where,
         "compare what stands there with the chat template: a prefix may be new to the reference",
     )
 
@@ -251,6 +276,15 @@ def _lasting(case: Case, name: str) -> float | None:
     return known[-1] if known[-1] >= MOST else max(known)
 
 
+def _sharp_at_first(case: Case) -> float | None:
+    """Return the share on last tokens where a run has just begun and it leaves no doubt, also where ends are many."""
+    latest = case.outliers.latest
+    if latest is None or len(case.history) >= OFTEN or not latest.end_share >= SHARP or not latest.places:
+        return None
+    ends = latest.places[0][1] / latest.tokens if latest.places[0][0] == 0 else 1.0
+    return latest.end_share if ends <= MOST else None
+
+
 def _recent(case: Case) -> tuple[Outlier, ...]:
     """Return the outliers of the finding's step, or of the last one that has any."""
     return case.outliers.at(case.finding.step) or (case.outliers.latest.outliers if case.outliers.latest else ())
@@ -268,5 +302,9 @@ def _named(outlier: Outlier) -> str:
     )
 
 
+def _equal_at_first(case: Case) -> str:
+    return f"; at step 1 both were scored alike (KL {case.first_kl:.2g})"
+
+
 def _first_kl(case: Case) -> str:
-    return f"; KL was {case.first_kl:.3g} at step 1" if case.wrong_from_the_start else ""
+    return f"; KL was {case.first_kl:.3g} at step 1" if case.began_unequal else ""
