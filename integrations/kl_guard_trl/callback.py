@@ -388,8 +388,12 @@ class KLGuardCallback(TrainerCallback):
             self._faults.say_once("steps", f"only what is logged is observed: {capture.why_no_steps or 'see above'}")
         elif capture.why_no_tokens:
             self._faults.say_once("no tokens", f"tokens are not seen, only scalars: {capture.why_no_tokens}")
+        facts = self._faults.guarded(functools.partial(facts_of, capture.trainer, fresh=fresh)) or {}
         if self.guard is not None:
-            self.guard.note(self._faults.guarded(functools.partial(facts_of, capture.trainer, fresh=fresh)) or {})
+            self.guard.note(facts)
+        if args.process_index == 0:
+            for name, text in facts.items():
+                self._faults.say_once(name, f"{_FACTS.get(name, name)}: {text}")
 
     def _observe_step(self, capture: Capture, args: Any, state: TrainerState) -> Decision:
         """Observe what passed in this step. On all ranks, whatever fails."""
@@ -553,6 +557,15 @@ class KLGuardCallback(TrainerCallback):
             self.guard.close()
         if _IN_CHARGE.get(id(control)) is self:
             del _IN_CHARGE[id(control)]
+
+
+_FACTS = {  # said at the start, since each spoils the KL that is measured
+    "dropout": "dropout is on while log-probs are computed, so KL holds its noise",
+    "reference_trainable": "the reference may be trained",
+    "reference_differs": "the reference is not the model that the policy starts from",
+    "adapter": "the reference is not the model that the policy starts from",
+    "unlike": "policy and reference are run differently",
+}
 
 
 def _averaged(values: dict[str, Any]) -> dict[str, Any]:

@@ -21,20 +21,19 @@ from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
-from kl_guard.lines import JsonLines
 from kl_guard.memory import Changes, Failure, Memory, Return, recall
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
 from kl_guard.panel import Panel
 from kl_guard.stats import HorizonWindow
-from kl_guard.token_stats import Outlier, TokenStats, metrics_of
+from kl_guard.token_keeper import TokenKeeper, TokenText
+from kl_guard.token_stats import TokenStats, metrics_of
 
 logger = logging.getLogger("kl_guard")
 
 STUCK = 16  # times one step is observed before the guard says that steps do not advance
 FOLDER = "kl_guard"
-TOKENS = "tokens.jsonl"
 _LOG_LEVEL = {Severity.INFO: logging.INFO, Severity.WARN: logging.WARNING, Severity.CRITICAL: logging.ERROR}
 
 
@@ -60,11 +59,6 @@ class KLGuard:
     token_text:
         Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`; outlier tokens are shown with it.
 
-    Attributes
-    ----------
-    outliers:
-        Which tokens have carried the KL so far, where tokens are observed.
-
     Examples
     --------
     >>> guard = KLGuard(GuardConfig(action="halt"), announce=False)
@@ -85,7 +79,7 @@ class KLGuard:
         rank: int | None = None,
         expected_observations: int | None = None,
         announce: bool = True,
-        token_text: Callable[[int], str] | None = None,
+        token_text: TokenText | None = None,
     ) -> None:
         self.config = GuardConfig.build(config)
         if expected_observations is not None and not (
@@ -101,9 +95,7 @@ class KLGuard:
         self._memory = Memory()
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
-        self._token_log = None if self.folder is None else JsonLines(self.folder / TOKENS)
-        self._token_text = token_text
-        self.outliers = OutlierLedger()
+        self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
         warmup = self.config.warmup_of(expected_observations)
         self._panel = Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
@@ -135,6 +127,11 @@ class KLGuard:
     def findings(self) -> list[Finding]:
         """What was said in this attempt, in order."""
         return self._memory.findings
+
+    @property
+    def outliers(self) -> OutlierLedger:
+        """Which tokens have carried the KL so far, where tokens are observed."""
+        return self._tokens.ledger
 
     @property
     def suspicion(self) -> bool:
@@ -207,7 +204,7 @@ class KLGuard:
                 "beta": beta,
                 "reference_checksum": reference_checksum,
             }
-            stats = None if tokens is None else self._read_tokens(tokens)
+            stats = None if tokens is None else self._tokens.read(tokens)
             if stats is not None:
                 known = {name: value for name, value in metrics.items() if value is not None}
                 metrics = {**metrics, **metrics_of(stats, self.config.kl_kind), **known}
@@ -215,7 +212,7 @@ class KLGuard:
             if observation is None:
                 return self._decision(())
             if stats is not None:
-                self._note_tokens(observation.step, stats)
+                self._keep_tokens(observation.step, stats)
             return self._observe(observation)
         except Exception:
             self._fail("observing a step")
@@ -422,8 +419,7 @@ class KLGuard:
         """Close the journal and let another guard use the folder."""
         try:
             self.checkpoints.close()
-            if self._token_log is not None:
-                self._token_log.close()
+            self._tokens.close()
             if self._journal is not None:
                 self._journal.close()
         except Exception:
@@ -431,41 +427,10 @@ class KLGuard:
 
     # One observation, in order: read, merged or appended, journaled, judged, decided.
 
-    def _read_tokens(self, tokens: Any) -> TokenStats | None:
-        try:
-            stats = tokens.read()
-        except AttributeError:
-            stats = None
-        if isinstance(stats, TokenStats):
-            return stats
-        self._warn_once("tokens", f"tokens must be what summarize_tokens returns, got {type(tokens).__name__}")
-        return None
-
-    def _note_tokens(self, step: int, stats: TokenStats) -> None:
-        """Keep which tokens carry the KL: in memory, and in `tokens.jsonl`."""
-        if len(self.history) and step < self.history.steps[-1]:
-            return
-        self._begin()
-        stats = stats.with_outliers(self._described(stats.outliers))
-        self.outliers.update(step, stats)
-        if self._token_log is not None and self._writes():
-            self._token_log.write({"step": step, "attempt": self.attempt, **stats.to_dict()})
-
-    def _described(self, outliers: Iterable[Outlier]) -> list[Outlier]:
-        """Return outliers with the text of their tokens, or without any text where none may be written."""
-        if not self.config.log_text:
-            return [outlier.described(None, None) for outlier in outliers]
-        return [o.described(o.prompt, self._text_of(o.token_id)) if o.text is None else o for o in outliers]
-
-    def _text_of(self, token_id: int | None) -> str | None:
-        if token_id is None or self._token_text is None:
-            return None
-        try:
-            return str(self._token_text(token_id))
-        except Exception as error:
-            self._token_text = None
-            self._warn_once("text", f"the text of tokens is not known: {error!r}")
-            return None
+    def _keep_tokens(self, step: int, stats: TokenStats) -> None:
+        if not len(self.history) or step >= self.history.steps[-1]:
+            self._begin()
+            self._tokens.keep(step, self.attempt, stats, writes=self._writes())
 
     def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
         observation, complaints = read_observation(step, metrics, window)
@@ -497,7 +462,7 @@ class KLGuard:
             token_mean=self.config.token_mean,
             since=since,
             facts=self._memory.facts,
-            outliers=self.outliers,
+            outliers=self._tokens.ledger,
             companions=self._panel.companions,
         )
         findings = tuple(explained(replace(finding, attempt=self.attempt), self.history) for finding in new)
@@ -566,8 +531,7 @@ class KLGuard:
         self._memory.run_id = _new_run_id()
         if self._journal is not None:
             self._journal.archive()
-        if self._token_log is not None and self._writes():
-            self._token_log.archive()
+        self._tokens.begin(writes=self._writes())
         self._write_run()
         self.checkpoints.begin(self.run_id, writes=self._writes())
 
@@ -590,8 +554,7 @@ class KLGuard:
             memory.run_id = _new_run_id()
             self._write_run()
         self.note(facts)
-        if self._token_log is not None:
-            self.outliers.recall(self._token_log.tail())
+        self._tokens.recall()
         if step is None:
             return
         memory.history.truncate(step)
@@ -655,7 +618,7 @@ class KLGuard:
         self.checkpoints.begin(self.run_id, known.values(), writes=self._writes())
         self.checkpoints.go_back(step, self.attempt)
         self.checkpoints.move_aside(aside, self.attempt)
-        self.outliers.go_back(step)
+        self._tokens.ledger.go_back(step)
         resumed = Return(step, memory.recorded_kl(step))
         if new_attempt:
             memory.roll_back(step, self.attempt + 1)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kl_guard import GuardConfig, KLGuard
+from kl_guard import GuardConfig, KLGuard, Observation
 from streams import blow_up
 
 
@@ -111,3 +111,27 @@ def test_a_finding_without_any_settings_still_has_a_cause():
     """The most common one, and that it was not logged."""
     (cause,) = causes()
     assert "was not logged" in cause.evidence
+
+
+def asymmetry(first_kl):
+    """The causes of a KL on last tokens, of a run that begins with `first_kl`."""
+    guard = KLGuard(announce=False)
+    for step in range(1, 8):
+        kl = first_kl if step == 1 else 0.4
+        guard.take(Observation(step, kl_mean=kl, kl_token_mean=kl, end_share=0.9))
+    return next(f for f in guard.findings if f.signature == "REF_POLICY_DRIFT_ASYMMETRY").causes
+
+
+def test_what_began_equal_is_scored_alike():
+    """A policy that ends its completions otherwise has learnt it, unless the first KL shows that it was so before."""
+    assert asymmetry(0.0)[0].name == "the policy has learnt to end its completions otherwise"
+    assert asymmetry(0.4)[0].name == "the end of sequence is scored differently by policy and reference"
+
+
+def test_companions_are_named():
+    """Other conditions that hold when a finding is made."""
+    guard = KLGuard(announce=False)
+    for step in range(1, 30):
+        guard.take(Observation(step, kl_mean=0.4, end_share=0.9, padding=3))
+    finding = next(f for f in guard.findings if f.signature == "PADDING_IN_MASK")
+    assert "REF_POLICY_DRIFT_ASYMMETRY" in finding.evidence["companions"]

@@ -142,7 +142,7 @@ def test_a_disk_that_refuses_costs_the_lines(caplog, tmp_path, monkeypatch):
     def full(line):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(guard._token_log._file, "append", full)
+    monkeypatch.setattr(guard._tokens._file._file, "append", full)
     with caplog.at_level(logging.WARNING, "kl_guard"):
         for step in range(2, 5):
             guard.observe(step=step, tokens=tokens(seed=step))

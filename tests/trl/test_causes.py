@@ -27,6 +27,12 @@ def test_the_first_cause_is_the_right_one(kind, fitted, tmp_path):
     assert recognised(kind, callback), story(callback)
 
 
+def test_the_start_says_what_spoils_the_kl(fitted, tmp_path, caplog):
+    """Also where it is too little for a finding."""
+    run("dropout", fitted, tmp_path, seed=0, max_steps=1)
+    assert any("dropout is on while log-probs are computed, so KL holds its noise" in r.message for r in caplog.records)
+
+
 def test_nothing_is_said_of_a_healthy_run(fitted, tmp_path):
     """No finding of severity warn or above."""
     callback = run("healthy", fitted, tmp_path, seed=0)

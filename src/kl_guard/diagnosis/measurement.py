@@ -7,7 +7,7 @@ import math
 
 from kl_guard.diagnosis.case import Case, Scored
 from kl_guard.findings import Cause
-from kl_guard.token_stats import Outlier
+from kl_guard.token_stats import SMALL_PLACE, Outlier
 
 MOST = 0.5  # share of the mass at one kind of place
 SHARP = 0.8  # share that leaves no doubt, also where completions are short
@@ -149,7 +149,8 @@ def narrow_place(case: Case) -> Scored | None:
     latest = case.outliers.latest
     if share is None or latest is None:
         return None
-    first, tokens, _ = max(latest.places, key=lambda place: place[2], default=(0, 0, 0.0))
+    narrow = [place for place in latest.places if place[1] <= SMALL_PLACE * latest.tokens]
+    first, tokens, _ = max(narrow, key=lambda place: place[2], default=(0, 0, 0.0))
     where = f"{share:.0%} of it sits on positions {first} to {2 * first}, which are {tokens} of {latest.tokens} tokens"
     special = case.finding.signature == "REF_POLICY_DRIFT_ASYMMETRY"
     if case.began_equal:

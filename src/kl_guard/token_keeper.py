@@ -1,0 +1,97 @@
+"""What is kept of a run's tokens: a ledger in memory, and `tokens.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kl_guard.lines import JsonLines
+from kl_guard.outliers import OutlierLedger
+from kl_guard.token_stats import Outlier, TokenStats
+
+NAME = "tokens.jsonl"
+
+TokenText = Callable[[int], str]
+Warn = Callable[[str, str], None]
+"""Says a text, once for each key."""
+
+
+class TokenKeeper:
+    """Reads the tokens of each step, gives them their text, and keeps them.
+
+    Parameters
+    ----------
+    folder:
+        Where the file is; None for a run without files.
+    log_text:
+        Whether text may be kept.
+    text_of:
+        Gives the text of a token id; None where it is not known.
+    warn:
+        Says what is wrong.
+
+    Attributes
+    ----------
+    ledger:
+        Which tokens have carried the KL so far.
+    """
+
+    def __init__(self, folder: Path | None, *, log_text: bool, text_of: TokenText | None, warn: Warn) -> None:
+        self.ledger = OutlierLedger()
+        self._file = None if folder is None else JsonLines(folder / NAME)
+        self._log_text = log_text
+        self._text_of = text_of
+        self._warn = warn
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.ledger!r})"
+
+    def read(self, tokens: Any) -> TokenStats | None:
+        """Return a step's tokens as plain numbers; None, and a warning, for what are no tokens."""
+        try:
+            stats = tokens.read()
+        except AttributeError:
+            stats = None
+        if isinstance(stats, TokenStats):
+            return stats
+        self._warn("tokens", f"tokens must be what summarize_tokens returns, got {type(tokens).__name__}")
+        return None
+
+    def keep(self, step: int, attempt: int, stats: TokenStats, *, writes: bool) -> None:
+        """Keep a step's tokens; on disk where this process `writes`."""
+        stats = stats.with_outliers(self._described(stats.outliers))
+        self.ledger.update(step, stats)
+        if self._file is not None and writes:
+            self._file.write({"step": step, "attempt": attempt, **stats.to_dict()})
+
+    def begin(self, *, writes: bool) -> None:
+        """Begin a fresh run: the file of an earlier one is put aside."""
+        if self._file is not None and writes:
+            self._file.archive()
+
+    def recall(self) -> None:
+        """Take over what an earlier process has kept."""
+        if self._file is not None:
+            self.ledger.recall(self._file.tail())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _described(self, outliers: Iterable[Outlier]) -> list[Outlier]:
+        """Return outliers with the text of their tokens, or without any text where none may be kept."""
+        if not self._log_text:
+            return [outlier.described(None, None) for outlier in outliers]
+        return [o.described(o.prompt, self._text(o.token_id)) if o.text is None else o for o in outliers]
+
+    def _text(self, token_id: int | None) -> str | None:
+        if token_id is None or self._text_of is None:
+            return None
+        try:
+            return str(self._text_of(token_id))
+        except Exception as error:
+            self._text_of = None
+            self._warn("text", f"the text of tokens is not known: {error!r}")
+            return None
