@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.newest  # works on both; once is enough
 ROOT = Path(__file__).parent.parent.parent
 
 
