@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -455,17 +454,8 @@ class KLGuard:
             observation = self.history[-1]  # with what was known of the step before
         if self._repeats == STUCK:
             self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
-        since = -1 if self._memory.returned is None else self._memory.returned.step
         new = self._panel.judge(observation, grace=self._grace_left > 0)
-        explained = functools.partial(
-            explain,
-            token_mean=self.config.token_mean,
-            since=since,
-            facts=self._memory.facts,
-            outliers=self._tokens.ledger,
-            companions=self._panel.companions,
-        )
-        findings = tuple(explained(replace(finding, attempt=self.attempt), self.history) for finding in new)
+        findings = tuple(self._explained(finding) for finding in new)
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
         for finding in findings:
@@ -474,6 +464,17 @@ class KLGuard:
         if asking and self._standing is None and self.config.action != "warn":
             self._stand(max(asking, key=lambda finding: finding.severity.rank))
         return self._decision(findings)
+
+    def _explained(self, finding: Finding) -> Finding:
+        return explain(
+            replace(finding, attempt=self.attempt),
+            self.history,
+            token_mean=self.config.token_mean,
+            since=-1 if self._memory.returned is None else self._memory.returned.step,
+            facts=self._memory.facts,
+            outliers=self._tokens.ledger,
+            companions=self._panel.companions,
+        )
 
     def _report(self, finding: Finding) -> None:
         self.findings.append(finding)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from typing import Any
-
 from kl_guard.config import GuardConfig
-from kl_guard.detectors.base import Detector
+from kl_guard.detectors.first_kls import FirstKLs
 from kl_guard.findings import Finding, Severity
 from kl_guard.observation import Observation
 
@@ -16,7 +12,7 @@ SHARE = 0.1
 CLEARLY = 0.01  # nats per token: a smaller KL says nothing when it falls
 
 
-class ReferenceReset(Detector):
+class ReferenceReset(FirstKLs):
     """Warns when KL right after a resume is less than a tenth of what was recorded at that checkpoint.
 
     A reference that is captured after the checkpoint was loaded is the resumed policy itself: KL begins at 0 again, and
@@ -36,29 +32,17 @@ class ReferenceReset(Detector):
     """
 
     signature = "REFERENCE_RESET"
+    looks = LOOKS
 
     def __init__(self, config: GuardConfig | None = None) -> None:
         super().__init__()
         self._least = CLEARLY if (config or GuardConfig()).token_mean else 0.0
-        self._after: int | None = None
-        self._recorded = 0.0
-        self._seen: list[tuple[int, float]] = []
 
     def expect(self, step: int, recorded_kl: float | None) -> None:
-        """Judge what comes after `step`; without a recorded KL there is nothing to compare with."""
-        self._forget()
-        if recorded_kl is not None and recorded_kl > self._least:
-            self._after, self._recorded = step, recorded_kl
+        """Judge what comes after `step`; where KL was small there is nothing to compare with."""
+        super().expect(step, recorded_kl if recorded_kl is not None and recorded_kl > self._least else None)
 
-    def _judge(self, observation: Observation) -> Severity | None:
-        kl = observation.kl_mean
-        if self._after is None or observation.step <= self._after:
-            return None
-        new = not self._seen or observation.step > self._seen[-1][0]
-        if kl is not None and math.isfinite(kl) and new and len(self._seen) < LOOKS:
-            self._seen.append((observation.step, kl))
-        if len(self._seen) < LOOKS:
-            return None
+    def _compare(self) -> Severity | None:
         return Severity.WARN if self._median() < SHARE * self._recorded else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
@@ -71,16 +55,3 @@ class ReferenceReset(Detector):
             onset_step=self._seen[0][0],
             evidence={"median_kl": self._median(), "recorded_kl": self._recorded, "resumed_at": self._after},
         )
-
-    def _median(self) -> float:
-        return statistics.median(kl for _, kl in self._seen)
-
-    def _forget(self) -> None:
-        self._after, self._recorded, self._seen = None, 0.0, []
-
-    def _memory(self) -> dict[str, Any]:
-        return {"after": self._after, "recorded": self._recorded, "seen": [list(pair) for pair in self._seen]}
-
-    def _recall(self, memory: dict[str, Any]) -> None:
-        self._after, self._recorded = memory["after"], memory["recorded"]
-        self._seen = [(int(step), float(kl)) for step, kl in memory["seen"]]

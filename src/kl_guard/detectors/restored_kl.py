@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from typing import Any
-
 from kl_guard.config import GuardConfig
-from kl_guard.detectors.base import Detector
+from kl_guard.detectors.first_kls import FirstKLs
 from kl_guard.findings import Finding, Severity
 from kl_guard.observation import Observation
 
@@ -16,7 +12,7 @@ FACTOR = 3.0
 CLEARLY = 0.1  # nats per token
 
 
-class RestoredKL(Detector):
+class RestoredKL(FirstKLs):
     """Compares the first five KLs after a rollback with the KL that was recorded at that checkpoint.
 
     `warn` when their median is above max(0.1, 3 x the recorded KL); `critical` when every one of them is above
@@ -38,30 +34,18 @@ class RestoredKL(Detector):
     """
 
     signature = "RESTORED_KL_HIGH"
+    looks = LOOKS
 
     def __init__(self, config: GuardConfig | None = None) -> None:
         super().__init__()
         config = config or GuardConfig()
         self._floors = (CLEARLY, config.abs_floor) if config.token_mean else (0.0, 0.0)
-        self._after: int | None = None
-        self._recorded = 0.0
-        self._seen: list[tuple[int, float]] = []
 
     def expect(self, step: int, recorded_kl: float | None) -> None:
         """Judge what comes after `step`; without a recorded KL there is nothing to compare with."""
-        self._forget()
-        if recorded_kl is not None:
-            self._after, self._recorded = step, abs(recorded_kl)
+        super().expect(step, None if recorded_kl is None else abs(recorded_kl))
 
-    def _judge(self, observation: Observation) -> Severity | None:
-        kl = observation.kl_mean
-        if self._after is None or observation.step <= self._after:
-            return None
-        new = not self._seen or observation.step > self._seen[-1][0]
-        if kl is not None and math.isfinite(kl) and new and len(self._seen) < LOOKS:
-            self._seen.append((observation.step, kl))
-        if len(self._seen) < LOOKS:
-            return None
+    def _compare(self) -> Severity | None:
         low, high = (max(floor, FACTOR * self._recorded) for floor in self._floors)
         if high > 0 and min(kl for _, kl in self._seen) > high:
             return Severity.CRITICAL
@@ -78,16 +62,3 @@ class RestoredKL(Detector):
             departure_step=self._seen[0][0],
             evidence={"median_kl": self._median(), "recorded_kl": self._recorded, "returned_to": self._after},
         )
-
-    def _median(self) -> float:
-        return statistics.median(kl for _, kl in self._seen)
-
-    def _forget(self) -> None:
-        self._after, self._recorded, self._seen = None, 0.0, []
-
-    def _memory(self) -> dict[str, Any]:
-        return {"after": self._after, "recorded": self._recorded, "seen": [list(pair) for pair in self._seen]}
-
-    def _recall(self, memory: dict[str, Any]) -> None:
-        self._after, self._recorded = memory["after"], memory["recorded"]
-        self._seen = [(int(step), float(kl)) for step, kl in memory["seen"]]
