@@ -13,7 +13,7 @@ from kl_guard.observation import Observation
 
 
 class FirstKLs(Detector):
-    """Collects the first `looks` finite KLs behind a step and compares them together; silent until `expect` is called."""
+    """Collects the first `looks` finite KLs behind a step and compares them; silent until `expect` is called."""
 
     looks: ClassVar[int]
 
