@@ -25,7 +25,7 @@ setup: $(READY) ## Make .venv with everything that tests and demo need.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[trl]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
 	touch $@
 
 $(FLOOR_READY): constraints-floor.txt $(READY)

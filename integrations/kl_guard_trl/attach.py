@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import TrainOutput
 
 from kl_guard import Checkpoint, KLGuard
-from kl_guard_trl import ranks
-from kl_guard_trl.faults import Faults
+from kl_guard_torch import ranks
+from kl_guard_torch.faults import Faults
 from kl_guard_trl.way_back import RestoreFailed, WayBack, checkpoints_in
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from kl_guard import Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard.token_stats import TokenStats
-from kl_guard_trl import hosts, internals, ranks
+from kl_guard_torch import ranks
+from kl_guard_torch.faults import Faults
+from kl_guard_trl import hosts, internals
 from kl_guard_trl.attach import Reentry
 from kl_guard_trl.capture import Capture
-from kl_guard_trl.faults import Faults
 from kl_guard_trl.halted_state import HaltedState
 from kl_guard_trl.measurement import facts_of, reference_checksum
 from kl_guard_trl.probe import ReferenceProbe

@@ -15,8 +15,8 @@ from torch import Tensor
 from kl_guard import GuardConfig
 from kl_guard.token_stats import Array, Outlier, TokenStats, put_together
 from kl_guard.tokens import TokenSummary, summarize_tokens
+from kl_guard_torch.faults import Faults
 from kl_guard_trl import internals
-from kl_guard_trl.faults import Faults
 from kl_guard_trl.probe import ReferenceProbe
 
 PROMPT_TOKENS = 24  # of a prompt's beginning that are kept with an outlier

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_guard.paths import unused
-from kl_guard_trl.room import why_no_room
+from kl_guard_torch.room import why_no_room
 
 COMPLETIONS = "completions"
 

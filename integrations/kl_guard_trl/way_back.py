@@ -12,10 +12,11 @@ from typing import Any
 from accelerate.utils import set_seed
 
 from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
-from kl_guard_trl import internals, ranks, reference
+from kl_guard_torch import ranks
+from kl_guard_torch.facts import differences, facts_of, fingerprint
+from kl_guard_torch.room import why_no_room
+from kl_guard_trl import internals, reference
 from kl_guard_trl.changes import RollbackContext, as_configured
-from kl_guard_trl.facts import differences, facts_of, fingerprint
-from kl_guard_trl.room import why_no_room
 
 logger = logging.getLogger("kl_guard")
 

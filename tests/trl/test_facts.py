@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kl_guard_trl.facts import differences, facts_of, fingerprint, optimizer_steps
+from kl_guard_torch.facts import differences, facts_of, fingerprint, optimizer_steps
 from kl_guard_trl.internals import forget_rollouts
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from kl_guard import KLGuardHalted
+from kl_guard_torch.room import bytes_of
 from kl_guard_trl import KLGuardCallback
-from kl_guard_trl.room import bytes_of
 from tiny_task import LearningRateJump, build_dataset
 from trl_runs import Events, SetKL, training_logs
 
@@ -150,7 +150,7 @@ def test_without_space_the_state_is_not_kept(make_trainer, tmp_path, caplog, mon
     trainer = make_trainer([SetKL(explode), guard], save_strategy="steps", save_steps=1)
     if obstacle == "space":
         usage = type("Usage", (), {"free": 10})()
-        monkeypatch.setattr("kl_guard_trl.room.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("kl_guard_torch.room.shutil.disk_usage", lambda _: usage)
     if obstacle == "folder":
         (tmp_path / "run" / "kl_guard").mkdir(parents=True)
         (tmp_path / "run" / "kl_guard" / "halted").write_text("in the way")

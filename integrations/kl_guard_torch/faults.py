@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kl_guard_trl import ranks
+from kl_guard_torch import ranks
 
 logger = logging.getLogger("kl_guard")
 
