@@ -29,7 +29,7 @@ def random_state(generators: Mapping[str, torch.Generator] | None = None) -> dic
         "torch": torch.get_rng_state(),
         "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # of torch
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
