@@ -34,7 +34,7 @@ def grpo_loss(
     beta: float = 0.05,
     epsilon: float = 0.2,
     log_ratio_clip: float = 20.0,
-    ids: Tensor | None = None,  # noqa: ARG001
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Return the loss: the clipped objective of PPO with group-relative advantages, plus a KL penalty, per token.
 

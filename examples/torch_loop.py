@@ -110,10 +110,8 @@ def main() -> None:
             guard, kl = train(options.seed, options.output_dir or folder, action)
         except KLGuardHalted as error:
             raise SystemExit(f"stopped: {error}") from error
-    changes = guard.guard.changes
-    assert changes is not None
     print(f"steps {len(kl)}, rollbacks {guard.attempt}, KL of the last 10 steps {mean(kl[-10:]):.2f}")
-    print(f"learning rate x{changes.learning_rate:g}, beta x{changes.beta:g}")
+    print(f"learning rate x{0.2**guard.attempt:g}, beta x{guard.beta_factor:g}")
 
 
 if __name__ == "__main__":

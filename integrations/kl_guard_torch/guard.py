@@ -206,7 +206,7 @@ class TorchGuard:
             self._at = 0
             return 0
         self._faults.guarded(self._clean)
-        if not fresh and path is None and any(self._faults.shared(self.guard.recover())):
+        if not fresh and path is None and any(self._faults.shared(self._faults.guarded(self.guard.recover))):
             self.decision = self.guard.decision
             return self.rollback()
         chosen = None if fresh else self._faults.shared(os.fspath(path) if path is not None else self._newest())[0]
@@ -218,7 +218,7 @@ class TorchGuard:
         if not folder.is_dir():
             raise FileNotFoundError(f"no checkpoint in {folder}")
         step = self._way.load(folder)
-        self.guard.resumed(step, present=self._saves.present())
+        self._faults.guarded(functools.partial(self.guard.resumed, step, present=self._saves.present()))
         checkpoint = self._way.known(step, folder)
         try:
             if checkpoint is None:
@@ -288,7 +288,8 @@ class TorchGuard:
         if tokens is None:
             tokens = seen
         rate = self._faults.guarded(self._rate) if learning_rate is None else learning_rate
-        mine = self.guard.observe(
+        observe = functools.partial(
+            self.guard.observe,
             step,
             kl_mean,
             kl_max=kl_max,
@@ -302,7 +303,8 @@ class TorchGuard:
             beta=beta,
             window=window,
         )
-        self.decision = self._together(mine)
+        mine = self._faults.guarded(observe)
+        self.decision = self._together(self.guard.decision if mine is None else mine)
         if self.decision.action == "halt" and not self.halted:
             self.halted = True
             self._faults.guarded(self._keep_halted, step)
@@ -413,7 +415,7 @@ class TorchGuard:
         facts: dict[str, Any] = {}
         if len(everywhere) == ranks.world_size():
             facts = {**everywhere[0], "weights": [one["weights"] for one in everywhere]}
-        self.guard.checkpoint_saved(step, folder, facts=facts, take=take)
+        self._faults.guarded(functools.partial(self.guard.checkpoint_saved, step, folder, facts=facts, take=take))
 
     def _keep_start(self) -> None:
         """Keep the state before the first step, for trouble that begins before the first checkpoint."""

@@ -60,7 +60,7 @@ class WayBack:
         """
         found = None
         if ranks.rank() == 0:
-            found = self._guard.go_back(self._saves.folder_of, self._saves.present())
+            found = self._faults.guarded(self._guard.go_back, self._saves.folder_of, self._saves.present())
         target = self._faults.shared(found)[0]
         if target is None:
             raise RestoreFailed("there is nothing sound to go back to any more")
