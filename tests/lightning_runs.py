@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 
-import torch
-from torch.utils.data import DataLoader, Dataset
-
 import lightning.pytorch as pl
 import pytorch_lightning
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 SIZE = 8
 

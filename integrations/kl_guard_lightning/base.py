@@ -36,7 +36,7 @@ def _installed() -> list[ModuleType]:
 PACKAGES = _installed()
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback as Callback
 else:
     Callback = type("Callback", tuple(package.Callback for package in PACKAGES), {"__module__": __name__})
 

@@ -36,9 +36,9 @@ GO_ON, STOP, UNKNOWN = 0, 1, 2  # what a rank has to say after a batch; the larg
 class KLGuardCallback(Callback):
     """Watches the KL that a training step logs or returns, and halts the run or takes it back when it blows up.
 
-    Works in `Trainer(callbacks=[...])` of `lightning.pytorch` and of `pytorch_lightning`. Each optimizer step is observed
-    once. On a halt training stops after that very batch on all ranks, whatever `min_steps` says; no checkpoint callback
-    saves any more, since that would put a bad checkpoint in the place of a good one; and the state is kept in
+    Works in `Trainer(callbacks=[...])` of `lightning.pytorch` and of `pytorch_lightning`. Each optimizer step is
+    observed once. On a halt training stops after that very batch on all ranks, whatever `min_steps` says; no checkpoint
+    callback saves any more, since that would put a bad checkpoint in the place of a good one; and the state is kept in
     `<output_dir>/kl_guard/halted/`. With `action="rollback"` and `fit_with_rollback`, training goes on from the
     checkpoint before the trouble instead. Whatever goes wrong inside the guard, training goes on.
 
@@ -84,8 +84,8 @@ class KLGuardCallback(Callback):
         self,
         config: GuardConfig | None = None,
         *,
-        kl_mean: str = Usual("kl_mean"),  # noqa: B008 - a constant
-        kl_max: str = Usual("kl_max"),  # noqa: B008
+        kl_mean: str = Usual("kl_mean"),
+        kl_max: str = Usual("kl_max"),
         output_dir: str | os.PathLike[str] | None = None,
         on_rollback: OnRollback | None = None,
         **overrides: Any,
@@ -110,7 +110,6 @@ class KLGuardCallback(Callback):
         self._tokens = Tokens(self._faults, self.config.outlier_top_k)
         self._trainer: Any = None
         self._goes_back = False
-        self._idle = False
         self._step = 0  # the last optimizer step that was observed
         self._mid_step = False
         self._learning_rate: float | None = None
@@ -132,18 +131,11 @@ class KLGuardCallback(Callback):
             return
         self._stop.over()
         self._loaded = None
-        others = [one for one in trainer.callbacks if isinstance(one, KLGuardCallback)]
-        self._idle = bool(others) and others[0] is not self
-        if self._idle:
-            self._faults.say_once("second", "a second KLGuardCallback: the first one guards, this one does nothing")
-            return
         self._trainer = trainer
         self.saves.watch(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state of all ranks. Every process must call this, as it does when a trainer saves."""
-        if self._idle:
-            return {}
         return {"format": 1, "random": self._faults.shared(self._faults.guarded(random_state))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -158,8 +150,6 @@ class KLGuardCallback(Callback):
         RestoreFailed
             On all ranks, out of `fit` and into `fit_with_rollback`.
         """
-        if self._idle:
-            return
         way, step = self.way, int(trainer.global_step)
         returning = way is not None and way.returning
         self.halted = self._goes_back = False
@@ -177,13 +167,11 @@ class KLGuardCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Note which metrics are of earlier steps."""
-        if not self._idle:
-            self._faults.guarded(self._begin_batch, trainer)
+        self._faults.guarded(self._begin_batch, trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note the learning rate that this step is made with; a scheduler is about to change it."""
-        if not self._idle:
-            self._faults.guarded(self._note_learning_rate, optimizer)
+        self._faults.guarded(self._note_learning_rate, optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Observe the step that this batch completed, and decide with the other ranks whether to go on.
@@ -195,8 +183,6 @@ class KLGuardCallback(Callback):
         GoingBack
             Into `fit_with_rollback`.
         """
-        if self._idle:
-            return
         step = int(trainer.global_step)
         stepped, self._mid_step = step > self._step, step <= self._step
         error = self._faults.guarded(self._take_batch, trainer, outputs) or ""
@@ -220,8 +206,7 @@ class KLGuardCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take note of checkpoints that were still being written."""
-        if not self._idle:
-            self._faults.guarded(self._note_finished)
+        self._faults.guarded(self._note_finished)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the files; raise after a halt where the user asked for it.
@@ -231,8 +216,6 @@ class KLGuardCallback(Callback):
         KLGuardHalted
             With `on_halt="raise"`.
         """
-        if self._idle:
-            return
         self._faults.guarded(self._finish)
         if self.halted and self.config.on_halt == "raise":
             self._stop.mute(trainer)  # what the exception makes the trainer do is not to save this state
@@ -240,12 +223,12 @@ class KLGuardCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give everything back."""
-        if stage == "fit" and not self._idle:
+        if stage == "fit":
             self._stop.over()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the files where training ended by an exception that is not the guard's own."""
-        if not self._idle and not isinstance(exception, (GoingBack, RestoreFailed)):
+        if not isinstance(exception, (GoingBack, RestoreFailed)):
             self._faults.guarded(self._finish)
 
     # What it does.

@@ -44,7 +44,7 @@ class Logged:
     """
 
     def __init__(self, kl_mean: str, kl_max: str) -> None:
-        self.asked = {metric: name for metric, name in (("kl_mean", kl_mean), ("kl_max", kl_max))}
+        self.asked = {"kl_mean": kl_mean, "kl_max": kl_max}
         self._before: dict[str, Any] = {}
         self._values: dict[str, list[torch.Tensor]] = {}
         self._settled = False

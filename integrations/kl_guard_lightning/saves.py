@@ -18,8 +18,9 @@ ASIDE = ".kl-guard-before"
 class Saves:
     """Stands in for a trainer's `save_checkpoint` during a fit, and says what was saved.
 
-    `ModelCheckpoint` and every other callback save through it, on all ranks, whatever they call their files. A file that
-    is to be written over is moved out of the way first: it may be one with a pin (a hard link), and would change the pin.
+    `ModelCheckpoint` and every other callback save through it, on all ranks, whatever they call their files. A file
+    that is to be written over is moved out of the way first where it is one with a pin (a hard link): some file systems
+    are written to in place, and the pin would change with it.
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ class Saves:
             if path is not None and not weights_only:
                 self.written.pop(path, None)
                 self.written[path] = int(trainer.global_step)
-                self._saved(path)
+                self._faults.guarded(self._saved, path)
             return result
 
         trainer.save_checkpoint = save_checkpoint

@@ -43,8 +43,8 @@ class Stop:
             least = internals.lift_least(trainer)
             if least is None:
                 logger.warning(
-                    "kl-guard: this version of Lightning does not let the guard lift min_steps and min_epochs: training "
-                    "goes on until they are reached, without saving"
+                    "kl-guard: this version of Lightning does not let the guard lift min_steps and min_epochs: "
+                    "training goes on until they are reached, without saving"
                 )
             else:
                 self._trainer, self._least = trainer, least

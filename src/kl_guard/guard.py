@@ -323,8 +323,8 @@ class KLGuard:
         Parameters
         ----------
         folder_of:
-            Where the framework looks for the checkpoint of a step, folder or file. Where rotation has taken it from there, the pin is
-            put back.
+            Where the framework looks for the checkpoint of a step, folder or file. Where rotation has taken it from
+            there, the pin is put back.
         present:
             Checkpoints that lie there, by step; those the guard was not told of are moved aside too.
         """
