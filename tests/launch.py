@@ -1,4 +1,4 @@
-"""Running a script of `tests/trl` in processes of its own, alone or by torchrun on two gloo ranks."""
+"""Running a script of a test folder in processes of its own, alone or by torchrun on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def launch(script, *arguments, processes=2, timeout=300, path=()):
+def launch(script, *arguments, processes=2, timeout=300, path=(), folder="trl"):
     """Run a script; return the results it printed, and its other output."""
     paths = [str(HERE.parent / "examples"), str(HERE), *map(str, path), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(runner if processes > 1 else []), str(HERE / "trl" / script), *map(str, arguments)]
+    command = [sys.executable, *(runner if processes > 1 else []), str(HERE / folder / script), *map(str, arguments)]
     run = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
