@@ -154,13 +154,15 @@ class KLGuardCallback(Callback):
         returning = way is not None and way.returning
         self.halted = self._goes_back = False
         self.decision = Decision()
-        self._step, self._mid_step, self._noted, self._unfinished = step, False, None, []
+        self._step, self._mid_step, self._unfinished = step, False, []
         self._logged.forget()
         self._tokens.forget()
         self._faults.guarded(self._restore_random_state)
         if not returning:
             before, self.guard, self.rollbacks = self.guard, None, []
             self._faults.guarded(self._start, trainer, step, before)
+        # With accumulation Lightning saves the step again that it has resumed from, in the middle of the next one.
+        self._noted = (step, 0 if self.guard is None else self.guard.attempt)
         if way is not None:
             self._restore(way, pl_module, step)
         self._faults.guarded(self._keep_start, trainer, pl_module, step)

@@ -77,8 +77,8 @@ def _flat(thing: Any) -> Iterator[Any]:
         yield thing
 
 
-def forget_last_save(callback: Any) -> None:
-    """Let a checkpoint callback save a step again that it has saved before the run went back behind it."""
-    for name, value in (("_last_global_step_saved", 0), ("_last_checkpoint_saved", "")):
+def went_back(callback: Any, step: int) -> None:
+    """Let a checkpoint callback save the steps after this one again, and this one not: it is saved."""
+    for name, value in (("_last_global_step_saved", step), ("_last_checkpoint_saved", "")):
         if hasattr(callback, name):
             setattr(callback, name, value)

@@ -92,17 +92,19 @@ class WayBack:
         return target
 
     def _prepare_files(self, guard: KLGuard) -> Checkpoint | None:
-        originals = {checkpoint.step: Path(checkpoint.path) for checkpoint in guard.checkpoints if checkpoint.path}
-        standing = guard.decision.checkpoint
-        saved_later = {} if standing is None else self._saves.written
-        found = guard.go_back(lambda step: originals.get(step, Path(standing.path) if standing else Path()))
-        if found is None:
-            return None
-        later = [path for path, step in saved_later.items() if step > found.step]
-        guard.checkpoints.move_aside(later[::-1], guard.attempt)
-        for path in later:  # what was kept as the last checkpoint is to be found as such again
-            if path.stem.startswith("last"):
-                guard.checkpoints.provide(found, path, guard.attempt)
+        known = {checkpoint.step: Path(checkpoint.path) for checkpoint in guard.checkpoints if checkpoint.path}
+        found = guard.go_back()
+        if found is None or guard.folder is None:
+            return found
+        later = {path: step for step, path in known.items()} | self._saves.written
+        later = {path: step for path, step in later.items() if step > found.step and guard.folder not in path.parents}
+        guard.checkpoints.move_aside(sorted(later, key=later.__getitem__, reverse=True), guard.attempt)
+        places = [path for path in later if path.stem.startswith("last")]  # to be found as the last one again
+        original = known.get(found.step)
+        if original is not None and guard.folder not in original.parents and original not in later:
+            places.append(original)  # where rotation has taken it
+        for path in places:
+            guard.checkpoints.provide(found, path, guard.attempt)
         return found
 
     def known(self, guard: KLGuard, step: int) -> Checkpoint | None:
@@ -186,7 +188,7 @@ def forget_what_is_gone(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if not saves_checkpoints(callback):
             continue
-        internals.forget_last_save(callback)
+        internals.went_back(callback, int(trainer.global_step))
         best: dict[str, Any] = getattr(callback, "best_k_models", None) or {}
         paths = [*best, getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", "")]
         gone = set(

@@ -14,6 +14,8 @@ ITS_OWN = [
     "ignore:.*LeafSpec.*:DeprecationWarning",
     "ignore:.*isinstance.treespec, LeafSpec.*",
     "ignore:.*is only supported on Linux.*",
+    "ignore:.*there is no last checkpoint available.*",
+    "ignore:.*'set_vital' is deprecated.*",
     "ignore:.*was called without a model.*",
     "ignore:.*callbacks used to create the checkpoint need to be provided.*",
     "ignore:.*GPU available but not used.*",

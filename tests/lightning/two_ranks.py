@@ -1,7 +1,7 @@
 """Run in one process or by torchrun: a Lightning run that is halted, taken back by the guard, or resumed.
 
-Prints one line of JSON per repetition and rank: the step at which training ended, what the guard said, and the hashes of
-the state after each step.
+Prints one line of JSON per repetition and rank: the step at which training ended, what the guard said, and the hashes
+of the state after each step.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Keeper:
         What lies there and is not the same is moved aside, and the pin put in its place.
         """
         pin = self._pin_of(checkpoint.step)
-        if pin is None or self._quarantine is None or self._pins is None:
+        if pin is None or self._quarantine is None or self._pins is None or target == pin.path:
             return
         if target.exists():
             if self._pins.same(pin, target):
