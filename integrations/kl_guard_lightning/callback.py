@@ -56,7 +56,8 @@ class KLGuardCallback(Callback):
         Where `kl_guard/` is kept; `trainer.default_root_dir` where None. Checkpoints should be somewhere below it.
     on_rollback:
         Called with a `RollbackContext` after each rollback, to change what is to be done otherwise in the place of
-        `lr_factor` and `new_noise`. The weight of a KL penalty is the module's own: this is the place to raise it.
+        `lr_factor` and `new_noise`. The weight of a KL penalty is the module's own: this is the place to raise it, and
+        in a buffer of the module it is saved with the checkpoints to come.
     **overrides:
         Single knobs by name, such as `action="warn"`.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard
+from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_lightning import internals, optimizers
 from kl_guard_lightning.base import saves_checkpoints
 from kl_guard_lightning.changes import RollbackContext, as_configured, set_seed
@@ -134,8 +134,12 @@ class WayBack:
         try:
             if guard is None or checkpoint is None:
                 raise RuntimeError("the guard does not know this checkpoint")
-            context = self._change(guard, module, checkpoint, reason)
-            failed += self._check(module, checkpoint, context.changes.learning_rate / context.held.learning_rate)
+            failed += self._check(module, checkpoint)
+            rates = self._rates()
+            if not failed:  # what is changed on purpose comes after: a function of the user's may change the module
+                context = self._change(guard, module, checkpoint, reason)
+                factor = context.changes.learning_rate / context.held.learning_rate
+                failed += differences(rates, self._rates(), factor)
         except Exception as error:
             logger.exception("kl-guard: a fault in restoring")
             failed.append(f"a fault in restoring: {error!r}")
@@ -168,7 +172,13 @@ class WayBack:
         as_configured(made)
         return made
 
-    def _check(self, module: Any, checkpoint: Checkpoint, lr_factor: float) -> list[str]:
+    def _rates(self) -> dict[str, Any]:
+        return {
+            "learning rate": learning_rate.rates(optimizers.Optimizers(self.trainer)),
+            "base learning rate": learning_rate.base_rates(optimizers.Schedulers(self.trainer)),
+        }
+
+    def _check(self, module: Any, checkpoint: Checkpoint) -> list[str]:
         step = int(self.trainer.global_step)
         if not checkpoint.facts:
             return [] if step == checkpoint.step else [f"global step: {checkpoint.step} was expected, {step} is there"]
@@ -177,7 +187,7 @@ class WayBack:
         weights = expected.pop("weights")
         if len(weights) == ranks.world_size() and found["weights"] not in (weights[0], weights[ranks.rank()]):
             expected["weights"] = weights[ranks.rank()]  # a replica may have had buffers of its own; rank 0 saves
-        return list(differences(expected, found, lr_factor))
+        return list(differences(expected, found, 1.0))
 
 
 def forget_what_is_gone(trainer: Any) -> None:
