@@ -326,8 +326,7 @@ class KLGuardCallback(Callback):
             self._faults.guarded(functools.partial(place.mkdir, parents=True, exist_ok=True))
         self._faults.guarded(self.saves.unseen, place / "start.ckpt")
         if all(self._faults.shared(is_whole(place / "start.ckpt"))):
-            facts = self._faults.guarded(optimizers.facts, trainer, pl_module) or {}
-            self._note_checkpoint(step, place, facts, take=True)
+            self._note_checkpoint(step, place, self._facts(trainer, pl_module), take=True)
 
     def _begin_batch(self, trainer: Any) -> None:
         self._note_finished()
@@ -456,7 +455,7 @@ class KLGuardCallback(Callback):
         if step == 0 or self.halted or any(self._faults.shared(self._noted == (step, attempt))):
             return
         self._noted = (step, attempt)
-        facts = self._faults.guarded(optimizers.facts, trainer, trainer.lightning_module) or {}
+        facts = self._facts(trainer, trainer.lightning_module)
         if all(self._faults.shared(is_whole(path))):
             self._note_checkpoint(step, path, facts)
         else:  # written in the background
@@ -476,10 +475,16 @@ class KLGuardCallback(Callback):
             )
             self._faults.guarded(note, step, path)
 
+    def _facts(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        """Return what a restored state is compared with, where the guard may go back to it."""
+        if self.way is None or not self.way.ready:
+            return {}
+        return self._faults.guarded(optimizers.facts, trainer, pl_module) or {}
+
     def _of_all(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Return what ranks know of a saved state, put together; {} where one of them does not. On all ranks."""
         everywhere = self._faults.shared(facts)
-        if self.way is None or not self.way.ready or not all(everywhere):
+        if not all(everywhere):
             return {}
         return {**everywhere[0], "weights": [one["weights"] for one in everywhere]}
 

@@ -31,9 +31,7 @@ def limits(trainer: Any, config: GuardConfig, folder: Path | None, why_not_back:
     """Yield the lines; `why_not_back` is None outside of `fit_with_rollback`, "" where going back is possible."""
     if trainer.barebones:
         yield "Trainer(barebones=True) logs nothing: only tokens that training_step returns are seen"
-    expected = expected_steps(trainer)
-    if expected is not None:
-        yield reach(config, expected, 1)
+    yield reach(config, expected_steps(trainer), 1)
     if config.action == "rollback" and why_not_back is None:
         yield (
             "action='rollback' needs fit_with_rollback(trainer, module, ...) in the place of trainer.fit; without it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -35,6 +36,7 @@ class Stop:
                 self._muted.append(callback)
                 for name in SAVING:
                     vars(callback)[name] = _nothing
+                vars(callback)["on_exception"] = functools.partial(self._last_turn, callback)
 
     def ask(self, trainer: Any) -> None:
         """Ask the trainer to stop after this batch, and see to it that it does not have to go on."""
@@ -52,12 +54,21 @@ class Stop:
     def over(self) -> None:
         """Put everything back: the fit is over."""
         for callback in self._muted:
-            for name in SAVING:
-                vars(callback).pop(name, None)
+            _give_back(callback)
         self._muted.clear()
         if self._trainer is not None:
             internals.put_least_back(self._trainer, self._least)
             self._trainer = None
+
+    def _last_turn(self, callback: Any, *_: Any, **__: Any) -> None:
+        """Stand in for `on_exception`, after which nothing of this fit is called any more."""
+        _give_back(callback)
+        self._muted.remove(callback)
+
+
+def _give_back(callback: Any) -> None:
+    for name in SAVING:
+        vars(callback).pop(name, None)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -6,6 +6,7 @@ of the state after each step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from kl_guard import KLGuardHalted
 from kl_guard_lightning import KLGuardCallback, fit_with_rollback
 from lightning_runs import Policy, Record, Resumable, each, trainer_of
 
@@ -38,15 +40,16 @@ def data() -> Resumable:
     return Resumable(rank=RANK, world=WORLD)
 
 
-def halted(folder: Path, repeat: int, mode: str) -> dict:
+def halted(folder: Path, repeat: int) -> dict:
     """Train with a guard of which one rank alone sees the trouble, and another may be broken."""
     rng = random.Random(repeat)  # the same on both ranks
     seer, begin = rng.randrange(WORLD), rng.randrange(2, 9)
-    guard = KLGuardCallback(save_halted=repeat % 2 == 0, on_halt="return")
-    if mode == "fault" and seer != RANK:
+    guard = KLGuardCallback(save_halted=repeat % 2 == 0, on_halt="raise" if repeat % 3 == 1 else "return")
+    if repeat % 3 == 2 and seer != RANK:
         guard._observe = broken
     fit = trainer(folder / str(repeat), guard, each(3, dirpath=folder / str(repeat) / "saved"), min_steps=13)
-    fit.fit(Policy(lambda step: 1000.0 if step >= begin and seer == RANK else 0.01), data())
+    with contextlib.suppress(KLGuardHalted):
+        fit.fit(Policy(lambda step: 1000.0 if step >= begin and seer == RANK else 0.01), data())
     reason = guard.decision.reason
     return {
         "repeat": repeat,
@@ -90,8 +93,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for repeat in range(repeats):
-        if mode in {"halt", "fault"}:
-            line = halted(folder, repeat, mode)
+        if mode == "halt":
+            line = halted(folder, repeat)
         else:
             line = resumed(folder) if mode == "resume" else taken_back(folder, mode)
         print("RESULT " + json.dumps({"rank": RANK, **line}) + "\n", end="", flush=True)
