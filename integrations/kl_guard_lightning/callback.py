@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -13,20 +12,18 @@ from typing import Any
 import torch
 
 from kl_guard import Checkpoint, Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
-from kl_guard.paths import unused
 from kl_guard.token_stats import TokenStats
-from kl_guard_lightning import optimizers
 from kl_guard_lightning.base import Callback
-from kl_guard_lightning.limits import expected_steps, is_resumable, limits
+from kl_guard_lightning.keeping import Keeping
+from kl_guard_lightning.limits import expected_steps, limits
 from kl_guard_lightning.logged import Logged, Usual
-from kl_guard_lightning.saves import Saves, is_whole, to_load
+from kl_guard_lightning.saves import to_load
 from kl_guard_lightning.stop import Stop
 from kl_guard_lightning.tokens import Tokens
 from kl_guard_lightning.way_back import GoingBack, OnRollback, RestoreFailed, WayBack
 from kl_guard_torch import ranks
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.rng import random_state, set_random_state
-from kl_guard_torch.room import why_no_room
 
 logger = logging.getLogger("kl_guard")
 
@@ -103,20 +100,17 @@ class KLGuardCallback(Callback):
         self.rollbacks: list[Decision] = []
         self.on_rollback = on_rollback
         self.way: WayBack | None = None
-        self.saves = Saves(Faults(), self._on_saved)
         self._output_dir = None if output_dir is None else Path(output_dir)
         self._faults = Faults()
+        self.keeping = Keeping(self.config, self._faults)
         self._stop = Stop()
         self._logged = Logged(kl_mean, kl_max)
         self._tokens = Tokens(self._faults, self.config.outlier_top_k)
         self._trainer: Any = None
         self._goes_back = False
         self._step = 0  # the last optimizer step that was observed
-        self._mid_step = False
         self._learning_rate: float | None = None
         self._loss: Any = None
-        self._noted: tuple[int, int] | None = None
-        self._unfinished: list[tuple[int, Path, dict[str, Any]]] = []
         self._loaded: Mapping[str, Any] | None = None
 
     @property
@@ -133,7 +127,7 @@ class KLGuardCallback(Callback):
         self._stop.over()
         self._loaded = None
         self._trainer = trainer
-        self.saves.watch(trainer)
+        self.keeping.watch(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state of all ranks. Every process must call this, as it does when a trainer saves."""
@@ -155,18 +149,17 @@ class KLGuardCallback(Callback):
         returning = way is not None and way.returning
         self.halted = self._goes_back = False
         self.decision = Decision()
-        self._step, self._mid_step, self._unfinished = step, False, []
+        self._step = step
         self._logged.forget()
         self._tokens.forget()
         self._faults.guarded(self._restore_random_state)
         if not returning:
             before, self.guard, self.rollbacks = self.guard, None, []
             self._faults.guarded(self._start, trainer, step, before)
-        # With accumulation Lightning saves the step again that it has resumed from, in the middle of the next one.
-        self._noted = (step, 0 if self.guard is None else self.guard.attempt)
+        self.keeping.begin(self.guard, way, step)
         if way is not None:
             self._restore(way, pl_module, step)
-        self._faults.guarded(self._keep_start, trainer, pl_module, step)
+        self._faults.guarded(self.keeping.keep_start)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Note which metrics are of earlier steps."""
@@ -187,7 +180,8 @@ class KLGuardCallback(Callback):
             Into `fit_with_rollback`.
         """
         step = int(trainer.global_step)
-        stepped, self._mid_step = step > self._step, step <= self._step
+        stepped = step > self._step
+        self.keeping.mid_step = not stepped
         error = self._faults.guarded(self._take_batch, trainer, outputs) or ""
         decision = Decision()
         if stepped and not self.halted:
@@ -200,7 +194,7 @@ class KLGuardCallback(Callback):
         if agreed == UNKNOWN:
             raise ValueError(error or "a name given to KLGuardCallback is not logged; another rank says which")
         if agreed == STOP and not self.halted:
-            self._settle(decision, trainer, pl_module)
+            self._settle(decision, trainer)
             if self._goes_back:
                 self._leave(trainer)
                 raise GoingBack
@@ -209,7 +203,7 @@ class KLGuardCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take note of checkpoints that were still being written."""
-        self._faults.guarded(self._note_finished)
+        self._faults.guarded(self.keeping.note_finished)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the files; raise after a halt where the user asked for it.
@@ -266,7 +260,7 @@ class KLGuardCallback(Callback):
 
     def over(self, *, failed: bool = False) -> None:
         """Put everything back after a fit that ended by an exception of the guard's own."""
-        self.saves.leave()
+        self.keeping.saves.leave()
         self._stop.over()
         if failed:
             self._faults.guarded(self._finish)
@@ -310,26 +304,8 @@ class KLGuardCallback(Callback):
         self._stop.mute(trainer)
         trainer.loggers = []
 
-    def _keep_start(self, trainer: Any, pl_module: Any, step: int) -> None:
-        """Pin the state before the first step, where the guard may have to go back that far. On all ranks."""
-        way, folder = self.way, None if self.guard is None else self.guard.folder
-        wanted = self.config.pin_start and self.config.pin_checkpoints and trainer.ckpt_path is None and step == 0
-        if way is None or not way.ready or not wanted:
-            return
-        why = "there is no output folder" if folder is None else why_no_room(folder, pl_module)
-        obstacles = [text for text in self._faults.shared(why) if text]
-        if obstacles or folder is None:
-            self._faults.say_once("start", f"the state at the start is not kept: {obstacles[0]}")
-            return
-        place = folder / "start"
-        if trainer.is_global_zero:
-            self._faults.guarded(functools.partial(place.mkdir, parents=True, exist_ok=True))
-        self._faults.guarded(self.saves.unseen, place / "start.ckpt")
-        if all(self._faults.shared(is_whole(place / "start.ckpt"))):
-            self._note_checkpoint(step, place, self._facts(trainer, pl_module), take=True)
-
     def _begin_batch(self, trainer: Any) -> None:
-        self._note_finished()
+        self.keeping.note_finished()
         self._logged.begin_batch(trainer.callback_metrics)
 
     def _note_learning_rate(self, optimizer: Any) -> None:
@@ -385,7 +361,7 @@ class KLGuardCallback(Callback):
             self._faults.fault("agreeing with the other ranks")
             return GO_ON
 
-    def _settle(self, decision: Decision, trainer: Any, pl_module: Any) -> None:
+    def _settle(self, decision: Decision, trainer: Any) -> None:
         """On all ranks, after all have agreed to stop: share the reason, and halt or go back."""
         self.halted = True
         reason = decision.reason
@@ -405,7 +381,7 @@ class KLGuardCallback(Callback):
             return
         self._stop.mute(trainer)
         self._faults.guarded(self._say_way_back)
-        self._keep_halted(trainer, pl_module)
+        self.keeping.keep_halted(self._faults.guarded(self.output_dir, trainer))
 
     def _adopt(self, reasons: list[Mapping[str, Any]]) -> None:
         """Take over the reason of the first rank that has one, where this rank has none."""
@@ -426,75 +402,8 @@ class KLGuardCallback(Callback):
                 os.fspath(to_load(Path(back.path))),
             )
 
-    def _keep_halted(self, trainer: Any, pl_module: Any) -> None:
-        """Save the state at the halt beside the run's checkpoints. On all ranks."""
-        if not self.config.save_halted:
-            return
-        root = self._faults.guarded(self.output_dir, trainer)
-        folder = None if root is None else root / "kl_guard" / "halted"
-        why = "there is no output folder" if folder is None else self._faults.guarded(why_no_room, folder, pl_module)
-        obstacles = [text for text in self._faults.shared(why) if text != ""]
-        if obstacles or folder is None:
-            if trainer.is_global_zero:
-                logger.warning("kl-guard: the halted state is not kept: %s", obstacles[0] or "a fault of the guard")
-            return
-        place = self._faults.shared(unused(folder / f"step-{trainer.global_step}"))[0]
-        if trainer.is_global_zero:
-            self._faults.guarded(functools.partial(place.mkdir, parents=True, exist_ok=True))
-        self._faults.guarded(self.saves.unseen, place / f"step={trainer.global_step}.ckpt")
-        if trainer.is_global_zero:
-            logger.warning("kl-guard: the halted state is in %s", place)
-
-    # Checkpoints.
-
-    def _on_saved(self, path: Path) -> None:
-        """Tell the guard of a checkpoint that was saved: of the first one of a step. On all ranks."""
-        trainer = self._trainer
-        step = int(trainer.global_step)
-        attempt = 0 if self.guard is None else self.guard.attempt
-        if step == 0 or self.halted or any(self._faults.shared(self._noted == (step, attempt))):
-            return
-        self._noted = (step, attempt)
-        facts = self._facts(trainer, trainer.lightning_module)
-        if all(self._faults.shared(is_whole(path))):
-            self._note_checkpoint(step, path, facts)
-        else:  # written in the background
-            self._unfinished.append((step, path, self._of_all(facts)))
-
-    def _note_finished(self) -> None:
-        for step, path, facts in [one for one in self._unfinished if is_whole(one[1])]:
-            self._unfinished = [one for one in self._unfinished if one[1] != path]
-            if self.guard is not None and self.saves.written.get(path) == step:
-                self.guard.checkpoint_saved(step, path, aligned=self._exact(), facts=facts)
-
-    def _note_checkpoint(self, step: int, path: Path, facts: dict[str, Any], *, take: bool = False) -> None:
-        everywhere = self._of_all(facts)
-        if self.guard is not None:
-            note = functools.partial(
-                self.guard.checkpoint_saved, aligned=take or self._exact(), facts=everywhere, take=take
-            )
-            self._faults.guarded(note, step, path)
-
-    def _facts(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """Return what a restored state is compared with, where the guard may go back to it."""
-        if self.way is None or not self.way.ready:
-            return {}
-        return self._faults.guarded(optimizers.facts, trainer, pl_module) or {}
-
-    def _of_all(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return what ranks know of a saved state, put together; {} where one of them does not. On all ranks."""
-        everywhere = self._faults.shared(facts)
-        if not all(everywhere):
-            return {}
-        return {**everywhere[0], "weights": [one["weights"] for one in everywhere]}
-
-    def _exact(self) -> bool:
-        """Return whether a resume from here is exact: between two steps, with data that keep their place."""
-        return not self._mid_step and is_resumable(self._trainer)
-
     def _finish(self) -> None:
-        self._note_finished()
-        self.saves.leave()
+        self.keeping.finish()
         if self.guard is not None:
             self.guard.close()
 

@@ -63,7 +63,7 @@ def fit_with_rollback(
     if callback is None:
         raise ValueError("the trainer has no KLGuardCallback: Trainer(callbacks=[KLGuardCallback(action='rollback')])")
     data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "datamodule": datamodule}
-    callback.way = WayBack(trainer, callback.config, callback.saves, callback.on_rollback)
+    callback.way = WayBack(trainer, callback.config, callback.keeping.saves, callback.on_rollback)
     try:
         _to_the_end(callback, trainer, module, data, ckpt_path, weights_only)
     finally:

@@ -23,7 +23,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._muted: list[Any] = []
-        self._least: dict[str, Any] = {}
+        self._least: dict[str, Any] | None = None
         self._trainer: Any = None
 
     def __repr__(self) -> str:
@@ -42,14 +42,12 @@ class Stop:
         """Ask the trainer to stop after this batch, and see to it that it does not have to go on."""
         trainer.should_stop = True
         if self._trainer is None:
-            least = internals.lift_least(trainer)
-            if least is None:
+            self._trainer, self._least = trainer, internals.lift_least(trainer)
+            if self._least is None:
                 logger.warning(
                     "kl-guard: this version of Lightning does not let the guard lift min_steps and min_epochs: "
                     "training goes on until they are reached, without saving"
                 )
-            else:
-                self._trainer, self._least = trainer, least
 
     def over(self) -> None:
         """Put everything back: the fit is over."""
@@ -57,7 +55,8 @@ class Stop:
             _give_back(callback)
         self._muted.clear()
         if self._trainer is not None:
-            internals.put_least_back(self._trainer, self._least)
+            internals.put_least_back(self._trainer, self._least or {})
+            self._trainer.should_stop = False  # before 2.6 it would end the next fit as well
             self._trainer = None
 
     def _last_turn(self, callback: Any, *_: Any, **__: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -73,6 +74,8 @@ def test_least_steps_do_not_keep_it_going(tmp_path, limits):
 def test_the_halting_step_is_saved_by_nobody(tmp_path, saving, on_halt):
     """Whatever triggers a save in the same step, at the end of the epoch, of the fit, or on an exception."""
     guard = KLGuardCallback(on_halt=on_halt, output_dir=tmp_path / "guard")
+    if not set(saving) <= set(inspect.signature(pl.callbacks.ModelCheckpoint).parameters):
+        pytest.skip("this version cannot save so")
     saver = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", filename="{step}", **saving)
     trainer = trainer_of(tmp_path, [saver, guard])
     with pytest.raises(KLGuardHalted) if on_halt == "raise" else contextlib.nullcontext():
