@@ -381,7 +381,7 @@ class KLGuardCallback(Callback):
             return
         self._stop.mute(trainer)
         self._faults.guarded(self._say_way_back)
-        self.keeping.keep_halted(self._faults.guarded(self.output_dir, trainer))
+        self._faults.guarded(self.keeping.keep_halted, self._faults.guarded(self.output_dir, trainer))
 
     def _adopt(self, reasons: list[Mapping[str, Any]]) -> None:
         """Take over the reason of the first rank that has one, where this rank has none."""

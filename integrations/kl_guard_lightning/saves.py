@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kl_guard.checkpoints.manifest import files_of
+from kl_guard.checkpoints.manifest import base_of, files_of
 from kl_guard_torch.faults import Faults
 
 ASIDE = ".kl-guard-before"
@@ -51,6 +52,7 @@ class Saves:
         def save_checkpoint(filepath: Any, weights_only: bool | None = None, *args: Any, **kwargs: Any) -> Any:
             writes = bool(trainer.is_global_zero)
             aside = self._faults.guarded(_out_of_the_way, filepath) if writes else None
+            self._faults.shared(None)  # of a folder every rank writes a part: nobody begins before that is done
             try:
                 result = original(filepath, weights_only, *args, **kwargs)
             except BaseException:
@@ -58,7 +60,7 @@ class Saves:
                     self._faults.guarded(_back, aside, filepath)
                 raise
             if aside is not None:
-                self._faults.guarded(functools.partial(aside.unlink, missing_ok=True))
+                self._faults.guarded(_remove, aside)
             path = self._faults.guarded(_local, filepath)
             if path is not None and not weights_only:
                 self.written.pop(path, None)
@@ -108,11 +110,21 @@ def _local(path: Any) -> Path | None:
 
 
 def _out_of_the_way(filepath: Any) -> Path | None:
-    """Rename a file that has other names too, before it is written over; return where it is now."""
+    """Rename a checkpoint whose files have other names too, before it is written over; return where it is now."""
     path = _local(filepath)
-    if path is None or path.is_symlink() or not path.is_file() or path.stat().st_nlink < 2:
+    if path is None or path.is_symlink() or not path.exists():
+        return None
+    if all((base_of(path) / name).stat().st_nlink < 2 for name in files_of(path)):
         return None
     return path.replace(path.with_name(path.name + ASIDE))
+
+
+def _remove(aside: Path) -> None:
+    """Remove what was written over."""
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink(missing_ok=True)
 
 
 def _back(aside: Path, filepath: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import zipfile
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -194,6 +196,55 @@ def test_a_pin_is_not_written_over(tmp_path, monkeypatch):
     assert [d.checkpoint.step for d in guard.rollbacks] == [4]
     pins = {int(path.parent.name[5:]): step_of(path) for path in tmp_path.glob("kl_guard/pins/step-*/*.ckpt")}
     assert all(step == held for step, held in pins.items())
+
+
+class Folders(pl.plugins.io.TorchCheckpointIO):
+    """Writes a checkpoint as a folder of files, each of them in place, as sharded strategies do."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        Path(path).mkdir(parents=True, exist_ok=True)
+        weights = checkpoint.pop("state_dict")
+        for name, part in (("weights.pt", weights), ("rest.pt", checkpoint)):
+            with (Path(path) / name).open("wb") as file:
+                torch.save(part, file)
+
+    def load_checkpoint(self, path, *_, **__):
+        checkpoint = torch.load(Path(path) / "rest.pt", weights_only=True)
+        return {**checkpoint, "state_dict": torch.load(Path(path) / "weights.pt", weights_only=True)}
+
+
+@pytest.mark.parametrize("saving", [{"save_top_k": 1}, {"save_top_k": 0, "save_last": True}])
+def test_checkpoints_that_are_folders(tmp_path, saving, monkeypatch):
+    """Pinned and gone back to like files, also where one name is written over and over."""
+    monkeypatch.setattr("kl_guard.checkpoints.pins.SMALL", 1)  # links for files of any size
+    record, again = Record(), Record()
+    saver = each(2, dirpath=tmp_path / "saved", **saving)
+    guard, trainer, module = guarded(tmp_path, record, saver=saver, knobs=AS_IT_WAS, plugins=[Folders()])
+    fit_with_rollback(trainer, module, Resumable())
+    assert [d.checkpoint.step for d in guard.rollbacks] == [4]
+    pin = tmp_path / "kl_guard" / "pins" / "step-12"
+    assert torch.load(pin / "rest.pt", weights_only=True)["global_step"] == 12
+    assert not list((tmp_path / "saved").glob("*kl-guard*"))
+    fresh = trainer_of(tmp_path / "fresh", [again, KLGuardCallback()], plugins=[Folders()])
+    fresh.fit(Policy(), Resumable(), ckpt_path=pin)
+    assert again.states == {step: record.states[step] for step in (13, 14)}
+
+
+def test_checkpoints_that_are_written_in_the_background(tmp_path):
+    """Taken note of once they are whole; a pin is never half a file."""
+    plugin = pl.plugins.io.AsyncCheckpointIO()
+    saver = each(2, dirpath=tmp_path / "saved", save_top_k=-1)
+
+    class Waits(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            for path in (tmp_path / "saved").glob("*.ckpt"):
+                while not zipfile.is_zipfile(path):
+                    time.sleep(0.01)
+
+    guard, trainer, module = guarded(tmp_path, Waits(), saver=saver, plugins=[plugin])
+    fit_with_rollback(trainer, module, Resumable())
+    assert [d.checkpoint.step for d in guard.rollbacks] == [4]
+    assert trainer.global_step == 14
 
 
 def test_the_best_of_several_is_not_one_that_is_gone(tmp_path):

@@ -7,8 +7,8 @@ import torch
 
 from kl_guard import replay
 from kl_guard.tokens import summarize_tokens
-from kl_guard_lightning import KLGuardCallback
-from lightning_runs import Numbers, Policy, Record, Resumable, loader, said, trainer_of
+from kl_guard_lightning import KLGuardCallback, fit_with_rollback
+from lightning_runs import Numbers, Policy, Record, Resumable, each, loader, said, trainer_of
 from streams import blow_up
 
 
@@ -179,13 +179,47 @@ def test_training_is_not_changed(tmp_path, accumulate):
     assert len(states[0]) >= 14
 
 
+def test_a_resumed_run_remembers(tmp_path):
+    """In a new process, with `ckpt_path`: the journal gives back what was observed up to that step."""
+    series = [0.02 + 0.005 * (step % 3) for step in range(30)] + blow_up(start=5, length=30)
+    guards = [KLGuardCallback(), KLGuardCallback()]
+    saver = each(10, dirpath=tmp_path / "saved")
+    trainer_of(tmp_path, [guards[0], saver], max_steps=33).fit(Policy(lambda s: series[s - 1]), loader(400))
+    trainer = trainer_of(tmp_path, [guards[1], each(10, dirpath=tmp_path / "saved")], max_steps=len(series))
+    trainer.fit(Policy(lambda s: series[s - 1]), loader(400), ckpt_path=tmp_path / "saved" / "step=30.ckpt")
+    assert guards[1].halted
+    assert guards[1].decision.reason.step == replay(series).fired_at == trainer.global_step
+    assert list(guards[1].guard.history.column("kl_mean")) == series[: trainer.global_step]
+    assert guards[1].guard.run_id == guards[0].guard.run_id
+
+
+KEEPING = ["note_saved", "note_finished", "keep_start", "keep_halted", "finish", "_tell", "_is_exact"]
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_fault_in_keeping_costs_a_checkpoint_at_most(tmp_path, caplog, monkeypatch, name):
+    """Training and halting go on."""
+    from kl_guard_lightning.keeping import Keeping
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("inserted")
+
+    monkeypatch.setattr(Keeping, name, broken)
+    guard = KLGuardCallback(action="rollback", pin_start=name == "keep_start", max_rollbacks=0)
+    trainer = trainer_of(tmp_path, [guard, each(5, dirpath=tmp_path / "saved")])
+    fit_with_rollback(trainer, Policy(lambda step: 1000.0 if step > 8 else 0.01), Resumable())
+    assert trainer.global_step == 11
+    assert guard.halted
+    assert (tmp_path / "saved" / "step=5.ckpt").exists()
+    assert sum("a fault of the guard itself" in line for line in said(caplog)) >= 1
+
+
 BROKEN = ["_start", "_begin_batch", "_take_batch", "_observe", "_show", "_note_learning_rate", "_finish"]
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_whatever_raises_training_goes_on(tmp_path, caplog, name):
     """A fault of the guard is logged once."""
-    from lightning_runs import each
 
     def broken(*_, **__):
         raise ZeroDivisionError("inserted")
