@@ -34,6 +34,7 @@ def grpo_loss(
     beta: float = 0.05,
     epsilon: float = 0.2,
     log_ratio_clip: float = 20.0,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Return the loss: the clipped objective of PPO with group-relative advantages, plus a KL penalty, per token.
 
@@ -52,6 +53,8 @@ def grpo_loss(
         The ratio of policy to old policy is clipped to 1 +- this.
     log_ratio_clip:
         Every log-ratio is clipped to +- this many nats before exp.
+    ids:
+        Ids of the tokens; the loss does not need them, a guard that watches it does.
     """
     log_ratio = torch.where(mask, policy - old, 0.0).clamp(-log_ratio_clip, log_ratio_clip)
     ratio = log_ratio.exp()

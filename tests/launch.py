@@ -1,4 +1,4 @@
-"""Running a script of a test folder in processes of its own, alone or by torchrun on two gloo ranks."""
+"""Running a script of a folder of tests in processes of its own, alone or by torchrun on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def launch(script, *arguments, processes=2, timeout=300, path=(), folder="trl"):
+def launch(script, *arguments, folder="trl", processes=2, timeout=300, path=()):
     """Run a script; return the results it printed, and its other output."""
     paths = [str(HERE.parent / "examples"), str(HERE), *map(str, path), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}

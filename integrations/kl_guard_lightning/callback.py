@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kl_guard import Checkpoint, Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard import Checkpoint, Decision, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard.token_stats import TokenStats
 from kl_guard_lightning.base import Callback
 from kl_guard_lightning.keeping import Keeping
@@ -22,6 +22,7 @@ from kl_guard_lightning.stop import Stop
 from kl_guard_lightning.tokens import Tokens
 from kl_guard_lightning.way_back import GoingBack, OnRollback, RestoreFailed, WayBack
 from kl_guard_torch import ranks
+from kl_guard_torch.agreement import settle
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.rng import random_state, set_random_state
 
@@ -337,9 +338,7 @@ class KLGuardCallback(Callback):
         if "learning_rate" not in values and self._learning_rate is not None:
             values["learning_rate"] = self._learning_rate
         decision = guard.observe(step=step, tokens=stats, **values)
-        self._show(pl_module, guard, stats)
-        if decision:
-            self.decision = decision
+        self._faults.guarded(self._show, pl_module, guard, stats)
         return decision
 
     def _show(self, pl_module: Any, guard: KLGuard, stats: TokenStats | None) -> None:
@@ -363,33 +362,14 @@ class KLGuardCallback(Callback):
 
     def _settle(self, decision: Decision, trainer: Any) -> None:
         """On all ranks, after all have agreed to stop: share the reason, and halt or go back."""
+        self.decision, back = settle(self.guard, decision, self._faults)
+        if back and self.way is not None and self.way.ready:
+            self._goes_back = True
+            return
         self.halted = True
-        reason = decision.reason
-        try:
-            told = [r for r in ranks.gather(reason.to_dict() if reason else None) if r is not None]
-            self._faults.guarded(self._adopt, told)
-            decisions = ranks.gather(self.decision)
-        except Exception:
-            self._faults.fault("sharing the reason for the halt")
-            return
-        # Rank 0 has the pins; where its guard is broken, the first that knows a way back by hand.
-        other = next((d for d in decisions if d.checkpoint), next((d for d in decisions if d), Decision()))
-        leading = decisions[0] or replace(other, action="halt")
-        self.decision = replace(leading, findings=self.decision.findings)
-        if leading.action == "rollback" and self.way is not None and self.way.ready:
-            self.halted, self._goes_back = False, True
-            return
         self._stop.mute(trainer)
         self._faults.guarded(self._say_way_back)
         self._faults.guarded(self.keeping.keep_halted, self._faults.guarded(self.output_dir, trainer))
-
-    def _adopt(self, reasons: list[Mapping[str, Any]]) -> None:
-        """Take over the reason of the first rank that has one, where this rank has none."""
-        if self.guard is not None and self.decision.reason is None and reasons:
-            reason = Finding.from_dict(reasons[0])
-            self.decision = Decision("halt", (), None, reason)
-            self.guard.adopt(reason)
-            self.decision = self.guard.decision or self.decision
 
     def _say_way_back(self) -> None:
         """Name the checkpoint to go back to, in the call that does it."""

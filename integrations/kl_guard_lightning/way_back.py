@@ -9,10 +9,12 @@ from typing import Any
 
 from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_lightning import internals, optimizers
-from kl_guard_lightning.changes import RollbackContext, as_configured, set_seed
+from kl_guard_lightning.changes import RollbackContext, set_seed
+from kl_guard_lightning.optimizers import Optimizers, Schedulers
 from kl_guard_lightning.savers import forget_what_is_gone
 from kl_guard_lightning.saves import Saves
 from kl_guard_torch import ranks
+from kl_guard_torch.changes import as_configured
 from kl_guard_torch.facts import differences
 
 logger = logging.getLogger("kl_guard")
@@ -160,8 +162,18 @@ class WayBack:
             )
 
     def _change(self, guard: KLGuard, module: Any, checkpoint: Checkpoint, reason: Finding | None) -> RollbackContext:
-        held = guard.changes_in(checkpoint)
-        made = RollbackContext(guard.attempt, checkpoint, reason, self.config, self.trainer, module, held)
+        made = RollbackContext(
+            guard.attempt,
+            checkpoint,
+            reason,
+            self.config,
+            [Optimizers(self.trainer)],
+            [Schedulers(self.trainer)],
+            guard.changes_in(checkpoint),
+            base_seed=checkpoint.step,
+            trainer=self.trainer,
+            module=module,
+        )
         if self.on_rollback is not None:
             try:
                 self.on_rollback(made)
@@ -173,8 +185,8 @@ class WayBack:
 
     def _rates(self) -> dict[str, Any]:
         return {
-            "learning rate": learning_rate.rates(optimizers.Optimizers(self.trainer)),
-            "base learning rate": learning_rate.base_rates(optimizers.Schedulers(self.trainer)),
+            "learning rate": learning_rate.rates(Optimizers(self.trainer)),
+            "base learning rate": learning_rate.base_rates(Schedulers(self.trainer)),
         }
 
     def _check(self, module: Any, checkpoint: Checkpoint) -> list[str]:

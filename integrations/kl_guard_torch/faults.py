@@ -27,7 +27,7 @@ class Faults:
         try:
             return work(*args)
         except Exception:
-            self.fault(getattr(work, "__name__", repr(work)).strip("_"))
+            self.fault(getattr(getattr(work, "func", work), "__name__", repr(work)).strip("_"))
             return None
 
     def shared(self, value: T) -> list[T]:

@@ -51,3 +51,10 @@ def gather(value: T) -> list[T]:
 def rank() -> int:
     """Return which of the processes this is."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def device() -> torch.device:
+    """Return where tensors of the default group's collectives live."""
+    if world_size() > 1 and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

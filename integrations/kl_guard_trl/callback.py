@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kl_guard import Decision, Finding, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard import Decision, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard.token_stats import TokenStats
 from kl_guard_torch import ranks
+from kl_guard_torch.agreement import settle
 from kl_guard_torch.faults import Faults
 from kl_guard_trl import hosts, internals
 from kl_guard_trl.attach import Reentry
@@ -466,19 +467,8 @@ class KLGuardCallback(TrainerCallback):
         Returns whether the state is to be saved.
         """
         self.halted = True
-        reason = self.decision.reason
-        try:
-            told = [r for r in ranks.gather(reason.to_dict() if reason else None) if r is not None]
-            self._faults.guarded(self._adopt, told)
-            decisions = ranks.gather(self.decision)
-        except Exception:
-            self._faults.fault("sharing the reason for the halt")
-            return False
-        # Rank 0 has the pins; where its guard is broken, the first that knows a way back by hand.
-        other = next((d for d in decisions if d.checkpoint), next((d for d in decisions if d), Decision()))
-        leading = decisions[0] or replace(other, action="halt")
-        self.decision = replace(leading, findings=self.decision.findings)
-        if leading.action == "rollback" and self._reentry is not None and self._reentry.way.ready:
+        self.decision, leads_back = settle(self.guard, self.decision, self._faults)
+        if leads_back and self._reentry is not None and self._reentry.way.ready:
             self.halted, self._reentry.goes_back = False, True
             state.best_model_checkpoint = None  # the trainer would load it, and delete the others, before it goes on
             return False
@@ -502,14 +492,6 @@ class KLGuardCallback(TrainerCallback):
         self._kept = kept
         kept.redirect()
         return True
-
-    def _adopt(self, reasons: list[Mapping[str, Any]]) -> None:
-        """Take over the reason of the first rank that has one, where this rank has none."""
-        if self.guard is not None and self.decision.reason is None and reasons:
-            reason = Finding.from_dict(reasons[0])
-            self.decision = Decision("halt", (), None, reason)
-            self.guard.adopt(reason)
-            self.decision = self.guard.decision or self.decision
 
     def _say_way_back(self) -> None:
         """Name the checkpoint to go back to, in the call that does it."""

@@ -13,10 +13,11 @@ from accelerate.utils import set_seed
 
 from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_torch import ranks
+from kl_guard_torch.changes import as_configured
 from kl_guard_torch.facts import differences, facts_of, fingerprint
 from kl_guard_torch.room import why_no_room
 from kl_guard_trl import internals, reference
-from kl_guard_trl.changes import RollbackContext, as_configured
+from kl_guard_trl.changes import RollbackContext
 
 logger = logging.getLogger("kl_guard")
 
@@ -213,20 +214,18 @@ class WayBack:
                 logger.warning("kl-guard: %s holds no reference, though sync_ref_model moves it", folder)
 
     def _change(self, guard: KLGuard, checkpoint: Checkpoint, reason: Finding | None) -> RollbackContext:
-        def context() -> RollbackContext:
-            return RollbackContext(
-                guard.attempt,
-                checkpoint,
-                reason,
-                self.config,
-                self.trainer,
-                self.trainer.optimizer,
-                self.trainer.lr_scheduler,
-                guard.changes_in(checkpoint),
-                self._original_beta,
-            )
-
-        made = context()
+        made = RollbackContext(
+            attempt=guard.attempt,
+            checkpoint=checkpoint,
+            reason=reason,
+            config=self.config,
+            optimizers=(self.trainer.optimizer,),
+            schedulers=(self.trainer.lr_scheduler,),
+            held=guard.changes_in(checkpoint),
+            base_seed=int(self.trainer.args.seed),
+            trainer=self.trainer,
+            original_beta=self._original_beta,
+        )
         if self._original_beta is not None:
             internals.set_beta(self.trainer, self._original_beta)
         if self.on_rollback is not None:

@@ -233,6 +233,20 @@ def test_whatever_raises_training_goes_on(tmp_path, caplog, name):
     assert sum("a fault of the guard itself" in line for line in said(caplog)) >= 1
 
 
+def test_a_fault_in_showing_loses_no_halt(tmp_path, monkeypatch):
+    """What was decided stands, whatever fails after it."""
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("inserted")
+
+    guard = KLGuardCallback()
+    monkeypatch.setattr(guard, "_show", broken)
+    trainer = trainer_of(tmp_path, [guard])
+    trainer.fit(Policy(lambda step: 1000.0 if step >= 8 else 0.01), loader())
+    assert trainer.global_step == 10
+    assert guard.halted
+
+
 def test_a_second_guard_is_refused(tmp_path):
     """By the trainer, since both would keep their state under one key."""
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `KLGuardCallback`"):
