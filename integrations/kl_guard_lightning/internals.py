@@ -46,6 +46,9 @@ def why_not_back(trainer: Any) -> str:
             "this strategy starts its processes anew inside of each fit (spawn, fork, notebooks), so nothing outlives "
             "one. The guard halts instead; strategy='ddp' makes rollback possible"
         )
+    plugin = getattr(getattr(trainer, "strategy", None), "checkpoint_io", None)
+    if any("Async" in cls.__name__ for cls in type(plugin).__mro__) and not hasattr(plugin, "_ensure_setup"):
+        return "this version of AsyncCheckpointIO saves nothing after its first fit. The guard halts instead"
     return ""
 
 
@@ -53,12 +56,6 @@ def fit_arguments(trainer: Any, weights_only: bool | None) -> dict[str, Any]:
     """Return `weights_only` for `trainer.fit` where it is given and this version knows it (since 2.6)."""
     known = "weights_only" in inspect.signature(trainer.fit).parameters
     return {"weights_only": weights_only} if known and weights_only is not None else {}
-
-
-def is_async(trainer: Any) -> bool:
-    """Return whether a checkpoint may still be in the making when `trainer.save_checkpoint` returns."""
-    plugin = getattr(trainer.strategy, "checkpoint_io", None)
-    return any("Async" in cls.__name__ for cls in type(plugin).__mro__)
 
 
 def loaders(trainer: Any) -> Iterator[Any]:

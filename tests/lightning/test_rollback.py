@@ -243,6 +243,10 @@ def test_checkpoints_that_are_written_in_the_background(tmp_path):
 
     guard, trainer, module = guarded(tmp_path, Waits(), saver=saver, plugins=[plugin])
     fit_with_rollback(trainer, module, Resumable())
+    if not hasattr(plugin, "_ensure_setup"):  # before 2.6 it cannot save in a second fit
+        assert guard.halted
+        assert guard.decision.checkpoint.step == 4
+        return
     assert [d.checkpoint.step for d in guard.rollbacks] == [4]
     assert trainer.global_step == 14
 
