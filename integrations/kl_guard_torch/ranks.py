@@ -24,6 +24,15 @@ def any_rank(wants: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
+def largest(value: int, device: torch.device) -> int:
+    """Return the largest `value` of all processes; every process must call this at the same place."""
+    if world_size() == 1:
+        return value
+    shared = torch.tensor([value], device=device, dtype=torch.int32)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared.item())
+
+
 def barrier() -> None:
     """Wait for every process; every process must call this at the same place."""
     if world_size() > 1:

@@ -101,9 +101,9 @@ class Finding:
 class Checkpoint:
     """A checkpoint of the run.
 
-    `step` is where it was saved, `path` its folder, `calm` whether no suspicion stood then, `aligned` whether the
-    framework resumes from it exactly, `attempt` the attempt it belongs to. `files` are the sizes of its files by name,
-    `facts` is what an adapter noted of the state that was saved, to compare a restored one with.
+    `step` is where it was saved, `path` its folder or its one file, `calm` whether no suspicion stood then, `aligned`
+    whether the framework resumes from it exactly, `attempt` the attempt it belongs to. `files` are the sizes of its
+    files by name, `facts` is what an adapter noted of the state that was saved, to compare a restored one with.
     """
 
     step: int

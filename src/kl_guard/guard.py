@@ -234,7 +234,7 @@ class KLGuard:
         facts: Mapping[str, Any] | None = None,
         take: bool = False,
     ) -> None:
-        """Say that a complete checkpoint of `step` lies in the folder `path`.
+        """Say that a complete checkpoint of `step` lies in `path`, a folder or one file.
 
         It is pinned: kept in `<output_dir>/kl_guard/pins/` out of reach of the trainer's rotation, as long as it may be
         needed.
@@ -242,7 +242,7 @@ class KLGuard:
         Parameters
         ----------
         step, path:
-            Which checkpoint it is, and its folder.
+            Which checkpoint it is, and its folder or file.
         aligned:
             False where the framework cannot resume from it exactly: then it is preferred less.
         facts:
@@ -323,8 +323,8 @@ class KLGuard:
         Parameters
         ----------
         folder_of:
-            Where the framework looks for the checkpoint of a step. Where rotation has taken it from there, the pin is
-            put back.
+            Where the framework looks for the checkpoint of a step, folder or file. Where rotation has taken it from
+            there, the pin is put back.
         present:
             Checkpoints that lie there, by step; those the guard was not told of are moved aside too.
         """

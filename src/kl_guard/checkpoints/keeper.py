@@ -50,8 +50,8 @@ class Keeper:
     def begin(self, run_id: str, known: Iterable[Checkpoint] = (), *, writes: bool = True) -> None:
         """Begin or take over a run; `known` are its checkpoints so far. Without `writes` nothing is pinned or moved."""
         self._ledger = Ledger()
-        for checkpoint in known:
-            self._ledger.add(checkpoint)
+        for checkpoint in sorted(known, key=lambda one: one.step):
+            self._note(checkpoint)
         self._reads = writes or self._folder is None  # contents are for the process that decides to compare
         if self._folder is None or not writes:
             return
@@ -71,7 +71,7 @@ class Keeper:
         While a suspicion stands every pin is kept: how far back the trouble began is not known yet. With `take` the
         folder itself becomes the pin.
         """
-        self._ledger.add(checkpoint)
+        self._note(checkpoint)
         if self._pins is None:
             return
         again = self._pins.forget(checkpoint.step)
@@ -89,12 +89,20 @@ class Keeper:
         if not suspicion:
             self._pins.thin_out(functools.partial(wanted, now=checkpoint.step))
 
+    def _note(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint into the ledger; what was there before under its very name (`last.ckpt`) is not any more."""
+        for older in list(self._ledger):
+            if older.step != checkpoint.step and older.path == checkpoint.path:
+                gone = "" if self._folder is None else os.fspath(self._folder / "pins" / f"step-{older.step}")
+                self._ledger.add(replace(older, path=gone))
+        self._ledger.add(checkpoint)
+
     def go_back(self, step: int, attempt: int = 0) -> None:
         """Forget checkpoints and pins of later steps, and move them aside: the run has gone back behind them.
 
         They would be found by "resume from the last checkpoint", and saving the same steps again would write into them.
         """
-        later = [Path(checkpoint.path) for checkpoint in self._ledger if checkpoint.step > step]
+        later = [Path(checkpoint.path) for checkpoint in self._ledger if checkpoint.step > step and checkpoint.path]
         self._ledger.forget_after(step)
         moved = self.move_aside(reversed(later), attempt)
         if self._pins is not None and self._quarantine is not None:
@@ -121,7 +129,7 @@ class Keeper:
         What lies there and is not the same is moved aside, and the pin put in its place.
         """
         pin = self._pin_of(checkpoint.step)
-        if pin is None or self._quarantine is None or self._pins is None:
+        if pin is None or self._quarantine is None or self._pins is None or target == pin.path:
             return
         if target.exists():
             if self._pins.same(pin, target):
@@ -133,7 +141,7 @@ class Keeper:
             logger.warning("kl-guard: the pin of step %d cannot be put back as %s: %s", pin.step, target, error)
             return
         noted = self._ledger.get(checkpoint.step)
-        self._ledger.add(replace(noted or checkpoint, path=os.fspath(target)))
+        self._note(replace(noted or checkpoint, path=os.fspath(target)))
 
     def newest_before(
         self, step: int, now: int | None = None, good: Callable[[Checkpoint], bool] = lambda _: True
@@ -206,6 +214,6 @@ class Keeper:
 
 def _is_there(path: Path) -> bool:
     try:
-        return path.is_dir()
+        return path != Path() and path.exists()
     except (OSError, ValueError):  # a name that is too long, or none at all
         return False

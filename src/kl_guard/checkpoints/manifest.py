@@ -26,7 +26,7 @@ class Manifest:
     """The content of a checkpoint's copy, and where it comes from.
 
     `calm` says that no suspicion stood when it was saved, `aligned` that the framework resumes from it exactly (in
-    GRPO: it lies on a generation boundary).
+    GRPO: it lies on a generation boundary), `single` that it is one file, not a folder.
     """
 
     run_id: str
@@ -36,6 +36,7 @@ class Manifest:
     source: str
     files: Mapping[str, FileRecord]
     attempt: int = 0
+    single: bool = False
 
     def write(self, folder: Path) -> None:
         """Write the manifest into `folder` and bring it to the disk.
@@ -72,6 +73,7 @@ class Manifest:
                 str(data["source"]),
                 files,
                 int(data.get("attempt", 0)),
+                bool(data.get("single", False)),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder / NAME} is no manifest ({error!r})") from error
@@ -97,16 +99,26 @@ class Manifest:
                 yield f"{path} cannot be read ({error})"
 
 
+def base_of(checkpoint: Path) -> Path:
+    """Return the folder that the names of a checkpoint's files begin in: a checkpoint is a folder, or one file."""
+    return checkpoint.parent if checkpoint.is_file() else checkpoint
+
+
 def files_of(folder: Path) -> list[str]:
-    """Return the files below a folder, as relative names with forward slashes, without links and manifests."""
+    """Return the files below a folder, as relative names with forward slashes, without links and manifests.
+
+    Of a checkpoint that is one file, its name.
+    """
+    if folder.is_file():
+        return [folder.name]
     found = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
     return sorted(p.relative_to(folder).as_posix() for p in found if p.name != NAME)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Return the size of each file below a folder, by name; {} where it cannot be read."""
+    """Return the size of each file of a checkpoint, by name; {} where it cannot be read."""
     try:
-        return {name: (folder / name).stat().st_size for name in files_of(folder)}
+        return {name: (base_of(folder) / name).stat().st_size for name in files_of(folder)}
     except (OSError, ValueError):
         return {}
 

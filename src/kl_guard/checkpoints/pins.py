@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kl_guard.checkpoints.manifest import NAME as MANIFEST
-from kl_guard.checkpoints.manifest import FileRecord, Manifest, checksum, files_of, sync
+from kl_guard.checkpoints.manifest import FileRecord, Manifest, base_of, checksum, files_of, sync
 from kl_guard.paths import safe_name, unused
 
 logger = logging.getLogger("kl_guard")
@@ -86,7 +86,7 @@ class PinStore:
     def pin(
         self, step: int, source: Path, *, calm: bool, aligned: bool = True, attempt: int = 0, take: bool = False
     ) -> bool:
-        """Begin to pin the checkpoint in `source`; return whether it is being done.
+        """Begin to pin the checkpoint in `source`, a folder or one file; return whether it is being done.
 
         Costs the caller a link, or the opening of a file, per file. A step that is pinned already is left as it is.
         With `take` the folder itself becomes the pin: it was made for that.
@@ -99,19 +99,21 @@ class PinStore:
             names = files_of(source)
             if not names:
                 raise FileNotFoundError(f"{source} holds no files")
+            single = source.is_file()
             draft.mkdir(parents=True)
-            if take:
+            if take and not single:
                 source.rename(draft)  # takes the place of an empty folder
             else:
+                base = base_of(source)
                 for name in names:
-                    self._hold(source / name, draft / name, name, held)
-                self._check_room(source, names, held)
+                    self._hold(base / name, draft / name, name, held)
+                self._check_room(base, names, held)
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {source} is not pinned: {error}", str(error.errno))
             return False
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="kl-guard-pins")
-        manifest = Manifest(self.run_id, step, calm, aligned, str(source), {}, attempt)
+        manifest = Manifest(self.run_id, step, calm, aligned, str(source), {}, attempt, single)
         self._building[step] = self._worker.submit(self._finish, draft, names, held, manifest)
         return True
 
@@ -153,6 +155,8 @@ class PinStore:
 
     def same(self, pin: Pin, folder: Path) -> bool:
         """Return whether a folder holds what a sound pin holds; files that are linked are not read again."""
+        if pin.manifest.single:
+            return folder.is_file() and all(checksum(folder) == record.sha256 for record in pin.manifest.files.values())
         try:
             linked = [n for n in pin.manifest.files if (folder / n).exists() and (folder / n).samefile(pin.path / n)]
         except OSError:
@@ -212,7 +216,8 @@ class PinStore:
                             raise
                 shutil.copyfile(pin.path / name, draft / name)
                 sync(draft / name)
-            draft.rename(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (draft / next(iter(pin.manifest.files)) if pin.manifest.single else draft).rename(target)
             sync(target.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)

@@ -7,28 +7,29 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kl_guard.checkpoints.manifest import Manifest
+from kl_guard.checkpoints.manifest import Manifest, base_of
 
 _LENGTH = 8  # bytes at the head of a safetensors file that hold the length of its header
 
 
 def problems(folder: Path, manifest: Manifest | None = None, sizes: Mapping[str, int] | None = None) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, each with the path of the file.
+    """Yield what is wrong with a checkpoint, a folder or one file, each with the path of the file.
 
     With a manifest every file is compared with it. Without one there must be files, those of `sizes` with these sizes,
     none may be empty, and those that say what is in them are asked: safetensors for its length, what torch saves for
     its checksums, JSON for being JSON.
     """
     try:
+        base = base_of(folder)
         if manifest is not None:
-            yield from manifest.problems(folder)
+            yield from manifest.problems(base)
             return
         for name, size in (sizes or {}).items():
-            if not (folder / name).is_file():
-                yield f"{folder / name} is missing"
-            elif (folder / name).stat().st_size != size:
-                yield f"{folder / name} has {(folder / name).stat().st_size} bytes instead of {size}"
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+            if not (base / name).is_file():
+                yield f"{base / name} is missing"
+            elif (base / name).stat().st_size != size:
+                yield f"{base / name} has {(base / name).stat().st_size} bytes instead of {size}"
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()] if base is folder else [folder]
         if not files:
             yield f"{folder} is missing or empty"
         for file in files:
@@ -50,7 +51,7 @@ def _problem(file: Path) -> str:
             json.loads(file.read_text())
         except (ValueError, RecursionError):
             return "is no JSON"
-    elif file.suffix in {".pt", ".pth", ".bin"}:
+    elif file.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
         return _zip_problem(file)
     return ""
 
