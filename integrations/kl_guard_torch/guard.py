@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kl_guard import Decision, GuardConfig, KLGuard, KLGuardHalted, learning_rate
+from kl_guard.observation import as_step
 from kl_guard.paths import unused
 from kl_guard.token_keeper import TokenText
 from kl_guard_torch import ranks
@@ -317,8 +318,14 @@ class TorchGuard:
         """Save everything that training has at a step; return where, None where it could not be done.
 
         Complete under its name by one rename, then pinned in the background. After a decision to halt or go back
-        nothing is saved: it would be a bad checkpoint under a good name. Errors are logged, never raised.
+        nothing is saved: it would be a bad checkpoint under a good name. What goes wrong is logged, never raised.
+
+        Raises
+        ------
+        ValueError
+            For a step that is no whole number of at least 0.
         """
+        step = as_step(step)
         if self._state is None or self._saves is None:
             self._faults.say_once("save", "nothing is saved: give the guard a model and an output_dir")
             return None

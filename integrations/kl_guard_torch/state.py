@@ -150,10 +150,10 @@ class TrainingState:
             logger.warning("kl-guard: not restored: %s", text)
 
     def _extras(self) -> Iterator[tuple[str, Any]]:
-        """Yield the state of each extra; one that only unpickling could read is left out, and that is said once."""
+        """Yield the state of each extra but those that raise, or that only unpickling could read: said once."""
         for name, extra in self.extras.items():
-            state = extra.get_state() if isinstance(extra, torch.Generator) else extra.state_dict()
             try:
+                state = extra.get_state() if isinstance(extra, torch.Generator) else extra.state_dict()
                 file = io.BytesIO()
                 torch.save(state, file)
                 file.seek(0)
@@ -165,7 +165,7 @@ class TrainingState:
                         "kl-guard: the state of %r is not saved, and will not be restored: it must be made of tensors "
                         "and plain values (%s)",
                         name,
-                        str(error).splitlines()[0],
+                        next(iter(str(error).splitlines()), repr(error)),
                     )
                 continue
             yield name, state

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from kl_guard_torch.saves import Saves
 from kl_guard_torch.state import TrainingState
 
 logger = logging.getLogger("kl_guard")
+
+T = TypeVar("T")
 
 
 class WayBack:
@@ -73,21 +76,32 @@ class WayBack:
 
         Raises
         ------
-        ValueError, RuntimeError, KeyError
+        ValueError
             If a process cannot read it, or it does not fit the model.
         """
-        why, read = "", None
+        read = self._together(functools.partial(self._read, folder))
         try:
-            wrong = next(problems(folder), None)
-            if wrong is not None:
-                raise ValueError(wrong)
-            read = self._state.read(folder)
+            return self._together(functools.partial(self._state.put, read))
+        except ValueError as error:
+            raise ValueError(f"{folder} does not fit what is trained: {error}") from error
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        wrong = next(problems(folder), None)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return self._state.read(folder)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do something on every process; where one fails, all raise what it says."""
+        result, why = None, ""
+        try:
+            result = work()
         except Exception as error:
             why = f"{error}" or repr(error)
         told = [text for text in self._faults.shared(why) if text]
-        if told or read is None:
+        if told or result is None:
             raise ValueError(told[0] if told else why)
-        return self._state.put(read)
+        return result
 
     def known(self, step: int, folder: Path) -> Checkpoint | None:
         """Return the guard's checkpoint of a step, where `folder` is one of this run's, or a pin of one."""

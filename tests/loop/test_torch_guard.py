@@ -185,6 +185,40 @@ def test_extras_that_only_unpickling_could_read(tmp_path, caplog):
     assert TorchGuard(model=model, optimizer=optimizer, output_dir=tmp_path, extras={"odd": Odd()}).resume() == 2
 
 
+def test_an_extra_that_raises_does_not_cost_the_rest(tmp_path, caplog):
+    """It is named, everything else is saved."""
+
+    class Broken:
+        state_dict = load_state_dict = broken
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    guard = TorchGuard(model=model, optimizer=optimizer, output_dir=tmp_path, extras={"loader": Broken()})
+    guard.step(1, 0.01)
+    assert guard.save(1) is not None
+    assert "the state of 'loader' is not saved" in caplog.text
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    """Refused where it is asked for, with what does not fit."""
+    first = nn.Linear(2, 2)
+    guard = TorchGuard(model=first, optimizer=torch.optim.Adam(first.parameters()), output_dir=tmp_path)
+    guard.step(1, 0.01)
+    guard.save(1)
+    other = nn.Linear(3, 2)
+    guard = TorchGuard(model=other, optimizer=torch.optim.Adam(other.parameters()), output_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"(?s)checkpoint-1 does not fit what is trained: .*size mismatch for weight"):
+        guard.resume()
+
+
+@pytest.mark.parametrize("step", [-1, None, 2.5])
+def test_a_save_of_no_step(tmp_path, step):
+    """There is no name for it."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="step must be a whole number"):
+        TorchGuard(model=model, output_dir=tmp_path).save(step)
+
+
 def test_a_fresh_start_in_a_used_folder(tmp_path):
     """`fresh=True` leaves the old checkpoints alone and begins a new journal."""
     Loop(tmp_path).run(10)
