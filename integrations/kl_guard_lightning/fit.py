@@ -33,10 +33,11 @@ def fit_with_rollback(
     and another one begins at the newest sound checkpoint from before the departure. Restored are weights, optimizers,
     schedulers, precision, loops, the random state of every rank, and the place in the data where the loader keeps it
     (`state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` has). Then every step is, bit for bit, that
-    of a resume from the same checkpoint in a fresh process. With any other loader weights, optimizers, schedulers and
-    random state are right as well, but in the middle of an epoch Lightning begins the data anew: the batches of the
-    rest of that epoch are others. What a module keeps outside of its `state_dict` (buffers of samples, counters) is for
-    its `on_load_checkpoint`, or for `on_rollback`, to put right.
+    of a resume from the same checkpoint in a fresh process, and of a run that was never interrupted. With any other
+    loader it is that of a resume still (where the order comes from torch's random state), but not of the uninterrupted
+    run: in the middle of an epoch Lightning begins the data anew, so the batches of the rest of that epoch are others.
+    What a module keeps outside of its `state_dict` (buffers of samples, counters) is for its `on_load_checkpoint`, or
+    for `on_rollback`, to put right.
 
     Callbacks see `on_exception` and `setup` in between; loggers are not told of an end.
 
