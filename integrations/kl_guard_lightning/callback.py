@@ -20,9 +20,10 @@ from kl_guard_lightning.logged import Logged, Usual
 from kl_guard_lightning.saves import to_load
 from kl_guard_lightning.stop import Stop
 from kl_guard_lightning.tokens import Tokens
-from kl_guard_lightning.way_back import GoingBack, OnRollback, RestoreFailed, WayBack
+from kl_guard_lightning.way_back import GoingBack, OnRollback, WayBack
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
+from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.rng import random_state, set_random_state
 

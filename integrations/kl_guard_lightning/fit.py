@@ -13,7 +13,8 @@ from kl_guard_lightning import internals
 from kl_guard_lightning.base import is_trainer
 from kl_guard_lightning.callback import KLGuardCallback
 from kl_guard_lightning.saves import to_load
-from kl_guard_lightning.way_back import GoingBack, RestoreFailed, WayBack
+from kl_guard_lightning.way_back import GoingBack, WayBack
+from kl_guard_torch.facts import RestoreFailed
 
 logger = logging.getLogger("kl_guard")
 

@@ -15,7 +15,7 @@ from kl_guard_lightning.savers import forget_what_is_gone
 from kl_guard_lightning.saves import Saves
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import as_configured
-from kl_guard_torch.facts import differences
+from kl_guard_torch.facts import RestoreFailed, differences
 
 logger = logging.getLogger("kl_guard")
 
@@ -24,10 +24,6 @@ OnRollback = Callable[[RollbackContext], Any]
 
 class GoingBack(Exception):  # noqa: N818 - it never leaves fit_with_rollback
     """Ends a fit so that another one can begin at a checkpoint."""
-
-
-class RestoreFailed(Exception):  # noqa: N818 - it never leaves fit_with_rollback
-    """What was restored is not what was saved; training must not go on from it."""
 
 
 class WayBack:

@@ -16,6 +16,10 @@ BLOCK = 1024  # elements
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class RestoreFailed(Exception):  # noqa: N818 - it never leaves the adapters
+    """What was restored is not what was saved, or nothing could be; training must not go on from it."""
+
+
 def facts_of(model: torch.nn.Module, optimizer: Any, scheduler: Any, step: int) -> dict[str, Any]:
     """Return what this process can say about the state of training, as plain values.
 

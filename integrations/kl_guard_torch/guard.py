@@ -20,12 +20,13 @@ from kl_guard.token_keeper import TokenText
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
 from kl_guard_torch.changes import RollbackContext
+from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.room import why_no_room
 from kl_guard_torch.saves import Saves
 from kl_guard_torch.state import TrainingState
 from kl_guard_torch.watch import NAMES, TokenWatch
-from kl_guard_torch.way_back import RestoreFailed, WayBack
+from kl_guard_torch.way_back import WayBack
 
 logger = logging.getLogger("kl_guard")
 

@@ -13,16 +13,12 @@ from kl_guard import Checkpoint, Decision, Finding, KLGuard
 from kl_guard.checkpoints.soundness import problems
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import RollbackContext, as_configured
-from kl_guard_torch.facts import differences
+from kl_guard_torch.facts import RestoreFailed, differences
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.saves import Saves
 from kl_guard_torch.state import TrainingState
 
 logger = logging.getLogger("kl_guard")
-
-
-class RestoreFailed(Exception):  # noqa: N818 - it never leaves the package
-    """What was restored is not what was saved, or nothing could be; training must not go on from it."""
 
 
 class WayBack:

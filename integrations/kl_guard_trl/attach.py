@@ -13,8 +13,9 @@ from transformers.trainer_utils import TrainOutput
 
 from kl_guard import Checkpoint, KLGuard
 from kl_guard_torch import ranks
+from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
-from kl_guard_trl.way_back import RestoreFailed, WayBack, checkpoints_in
+from kl_guard_trl.way_back import WayBack, checkpoints_in
 
 if TYPE_CHECKING:
     from kl_guard_trl.callback import KLGuardCallback

@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import as_configured
-from kl_guard_torch.facts import differences, facts_of, fingerprint
+from kl_guard_torch.facts import RestoreFailed, differences, facts_of, fingerprint
 from kl_guard_torch.room import why_no_room
 from kl_guard_trl import internals, reference
 from kl_guard_trl.changes import RollbackContext
@@ -22,10 +22,6 @@ from kl_guard_trl.changes import RollbackContext
 logger = logging.getLogger("kl_guard")
 
 OnRollback = Callable[[RollbackContext], Any]
-
-
-class RestoreFailed(Exception):  # noqa: N818 - it never leaves the package
-    """What was restored is not what was saved; training must not go on from it."""
 
 
 class WayBack:

@@ -1,6 +1,7 @@
 """What README shows is what the package does."""
 
 import doctest
+import inspect
 import math
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kl_guard_lightning
 from kl_guard import GuardConfig, KLGuard, detectors, replay
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,6 +49,35 @@ def test_the_block_about_tokens_runs():
     assert guard.history[-1].kl_mean == pytest.approx(math.exp(-1))
 
 
+def test_the_block_about_loops_runs(tmp_path, monkeypatch):
+    """With a model, and a loader that has a state."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "TorchGuard(" in b]
+    policy = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(policy.parameters())
+
+    def train_step(loss_of, beta):
+        scores = policy(torch.ones(3, 2))
+        loss = beta * loss_of(scores, scores.detach() + 0.1, torch.ones(3, 2))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    names = {
+        "policy": policy,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loader": torch.Generator(),
+        "loss_of": lambda policy_logprobs, ref_logprobs, mask: (policy_logprobs * mask).sum(),
+        "train_step": train_step,
+        "steps": 100,
+        "beta": 0.1,
+    }
+    exec(block, names)  # noqa: S102 - the README's own code
+    assert names["guard"].guard.history[-1].kl_mean is not None
+    assert (tmp_path / "out" / "checkpoint-100" / "weights.pt").is_file()
+
+
 def test_every_signature_has_a_row():
     """The table is complete, and names nothing that does not exist."""
     shown = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
@@ -57,6 +88,7 @@ def test_every_signature_has_a_row():
 
 
 def test_the_knobs_named_exist():
-    """Options in README are fields of GuardConfig."""
+    """Options in README are fields of GuardConfig, or parameters of a callback."""
+    own = set(inspect.signature(kl_guard_lightning.KLGuardCallback).parameters)
     for name in re.findall(r"`KLGuardCallback\((\w+)=", README) + re.findall(r"GuardConfig\((\w+)=", README):
-        assert hasattr(GuardConfig(), name)
+        assert hasattr(GuardConfig(), name) or name in own
