@@ -166,6 +166,7 @@ class KLGuardCallback(Callback):
         self.keeping.begin(self.guard, way, step)
         if way is not None:
             self._restore(way, pl_module, step)
+            way.begun = True
         self._faults.guarded(self.keeping.keep_start)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

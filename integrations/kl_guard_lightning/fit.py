@@ -14,6 +14,7 @@ from kl_guard_lightning.base import is_trainer
 from kl_guard_lightning.callback import KLGuardCallback
 from kl_guard_lightning.saves import to_load
 from kl_guard_lightning.way_back import GoingBack, WayBack
+from kl_guard_torch import ranks
 from kl_guard_torch.facts import RestoreFailed
 
 logger = logging.getLogger("kl_guard")
@@ -90,12 +91,20 @@ def _to_the_end(
         resume, loads = to_load(Path(decided.path)), weights_only if weights_only is not None else False
     while True:
         loggers = list(trainer.loggers)
+        way.begun = False
         try:
             trainer.fit(module, **data, ckpt_path=resume, **internals.fit_arguments(trainer, loads))
         except GoingBack:
             pass
         except RestoreFailed as error:
             _refuse(callback, trainer, f"the restored state failed its check: {error}")
+            return
+        except Exception as error:
+            if not way.returning or way.begun:
+                raise  # the user's own
+            _refuse(callback, trainer, f"the trainer cannot load it: {error}")
+            if ranks.world_size() > 1:
+                raise  # the others may be waiting: only the end of this process ends their wait
             return
         else:
             return

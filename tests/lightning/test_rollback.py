@@ -350,6 +350,29 @@ def test_a_state_that_is_not_the_saved_one_is_not_trained(tmp_path, on_halt, cap
     assert "on_exception" not in vars(rescue)
 
 
+def test_a_checkpoint_that_cannot_be_loaded_halts(tmp_path):
+    """In the second fit, before its first batch; what a user's own code raises later is the user's."""
+
+    class Refuses(Policy):
+        def on_load_checkpoint(self, checkpoint):
+            raise KeyError("not mine")
+
+    guard, trainer, module = guarded(tmp_path, policy=Refuses)
+    fit_with_rollback(trainer, module, Resumable())
+    assert guard.halted
+    assert "the trainer cannot load it" in guard.decision.note
+
+    class Fails(Policy):
+        def on_train_batch_end(self, *_):
+            if guard.rollbacks:
+                raise ZeroDivisionError
+
+    guard, trainer, module = guarded(tmp_path / "own", policy=Fails)
+    with pytest.raises(ZeroDivisionError):
+        fit_with_rollback(trainer, module, Resumable())
+    assert "save_checkpoint" not in vars(trainer)
+
+
 def test_loggers_see_one_run(tmp_path):
     """No logger is told that a run has failed, or is over, in between."""
     ends = []
