@@ -139,8 +139,12 @@ class KLGuardCallback(Callback):
         """Keep what a checkpoint holds until training begins."""
         self._loaded = state_dict
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the random state back before the data loader draws the order of an epoch."""
+        self._faults.guarded(self._restore_random_state)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin, resume, or go on after a rollback; put the random state back.
+        """Begin, resume, or go on after a rollback; put the random state back, from which the loader may have drawn.
 
         Raises
         ------
@@ -155,12 +159,14 @@ class KLGuardCallback(Callback):
         self._logged.forget()
         self._tokens.forget()
         self._faults.guarded(self._restore_random_state)
+        self._loaded = None
         if not returning:
             before, self.guard, self.rollbacks = self.guard, None, []
             self._faults.guarded(self._start, trainer, step, before)
         self.keeping.begin(self.guard, way, step)
         if way is not None:
             self._restore(way, pl_module, step)
+            way.begun = True
         self._faults.guarded(self.keeping.keep_start)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -279,13 +285,14 @@ class KLGuardCallback(Callback):
             guard.resumed(step)
 
     def _restore_random_state(self) -> None:
-        loaded, self._loaded = self._loaded, None
-        states = (loaded or {}).get("random") or []
+        if self._loaded is None:
+            return
+        states = self._loaded.get("random") or []
         state = states[ranks.rank()] if len(states) == ranks.world_size() else None
         if state is not None:
             for missing in set_random_state(state):
                 self._faults.say_once(missing, f"{missing} could not be put back")
-        elif loaded is not None:
+        else:
             self._faults.say_once("random", "the checkpoint has no random state for this number of processes")
 
     def _restore(self, way: WayBack, pl_module: Any, step: int) -> None:

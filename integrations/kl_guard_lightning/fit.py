@@ -14,6 +14,7 @@ from kl_guard_lightning.base import is_trainer
 from kl_guard_lightning.callback import KLGuardCallback
 from kl_guard_lightning.saves import to_load
 from kl_guard_lightning.way_back import GoingBack, WayBack
+from kl_guard_torch import ranks
 from kl_guard_torch.facts import RestoreFailed
 
 logger = logging.getLogger("kl_guard")
@@ -34,10 +35,11 @@ def fit_with_rollback(
     and another one begins at the newest sound checkpoint from before the departure. Restored are weights, optimizers,
     schedulers, precision, loops, the random state of every rank, and the place in the data where the loader keeps it
     (`state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` has). Then every step is, bit for bit, that
-    of a resume from the same checkpoint in a fresh process. With any other loader weights, optimizers, schedulers and
-    random state are right as well, but in the middle of an epoch Lightning begins the data anew: the batches of the
-    rest of that epoch are others. What a module keeps outside of its `state_dict` (buffers of samples, counters) is for
-    its `on_load_checkpoint`, or for `on_rollback`, to put right.
+    of a resume from the same checkpoint in a fresh process, and of a run that was never interrupted. With any other
+    loader it is that of a resume still (where the order comes from torch's random state), but not of the uninterrupted
+    run: in the middle of an epoch Lightning begins the data anew, so the batches of the rest of that epoch are others.
+    What a module keeps outside of its `state_dict` (buffers of samples, counters) is for its `on_load_checkpoint`, or
+    for `on_rollback`, to put right.
 
     Callbacks see `on_exception` and `setup` in between; loggers are not told of an end.
 
@@ -89,12 +91,20 @@ def _to_the_end(
         resume, loads = to_load(Path(decided.path)), weights_only if weights_only is not None else False
     while True:
         loggers = list(trainer.loggers)
+        way.begun = False
         try:
             trainer.fit(module, **data, ckpt_path=resume, **internals.fit_arguments(trainer, loads))
         except GoingBack:
             pass
         except RestoreFailed as error:
             _refuse(callback, trainer, f"the restored state failed its check: {error}")
+            return
+        except Exception as error:
+            if not way.returning or way.begun:
+                raise  # the user's own
+            _refuse(callback, trainer, f"the trainer cannot load it: {error}")
+            if ranks.world_size() > 1:
+                raise  # the others may be waiting: only the end of this process ends their wait
             return
         else:
             return

@@ -58,6 +58,11 @@ def fit_arguments(trainer: Any, weights_only: bool | None) -> dict[str, Any]:
     return {"weights_only": weights_only} if known and weights_only is not None else {}
 
 
+def ends_epoch(trainer: Any) -> bool:
+    """Return whether the last batch of an epoch was trained on just now."""
+    return bool(getattr(_follow(trainer, "fit_loop.epoch_loop.batch_progress"), "is_last_batch", False))
+
+
 def loaders(trainer: Any) -> Iterator[Any]:
     """Yield the training data loaders, of however nested collections."""
     yield from _flat(trainer.train_dataloader)

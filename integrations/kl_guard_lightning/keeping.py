@@ -9,7 +9,7 @@ from typing import Any
 
 from kl_guard import GuardConfig, KLGuard
 from kl_guard.paths import unused
-from kl_guard_lightning import optimizers
+from kl_guard_lightning import internals, optimizers
 from kl_guard_lightning.limits import is_resumable
 from kl_guard_lightning.saves import Saves, is_whole
 from kl_guard_lightning.way_back import WayBack
@@ -124,8 +124,9 @@ class Keeping:
             self._faults.guarded(note, step, path)
 
     def _is_exact(self) -> bool:
-        """Return whether a resume from here is exact: between two steps, with data that keep their place."""
-        return not self.mid_step and bool(self._faults.guarded(is_resumable, self._trainer))
+        """Return whether a resume from here is exact: between two steps, with data that keep their place there."""
+        keeps_its_place = self._faults.guarded(is_resumable, self._trainer) or internals.ends_epoch(self._trainer)
+        return not self.mid_step and keeps_its_place
 
     def _facts(self) -> dict[str, Any]:
         """Return what a restored state is compared with, where the guard may go back to it."""

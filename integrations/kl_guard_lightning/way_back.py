@@ -46,6 +46,8 @@ class WayBack:
         Why this trainer cannot be taken back, "" where it can.
     returning:
         Whether the fit under way was sent to its checkpoint by the guard.
+    begun:
+        Whether the fit under way has come as far as its first batch: what it raises from then on is not about loading.
     target:
         The checkpoint that the guard last sent it to.
     """
@@ -55,7 +57,7 @@ class WayBack:
         self.config = config
         self.on_rollback = on_rollback
         self.why_not = internals.why_not_back(trainer)
-        self.returning = False
+        self.returning = self.begun = False
         self.target: Checkpoint | None = None
         self._saves = saves
 

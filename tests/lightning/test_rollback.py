@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kl_guard import KLGuardHalted
@@ -35,6 +36,11 @@ def stateful(count=64, **settings):
     return StatefulDataLoader(Numbers(count), batch_size=4, shuffle=True, **settings)
 
 
+def shuffled(count=64):
+    """Draws the order of each epoch from torch's stream, and does not keep its place."""
+    return DataLoader(Numbers(count), batch_size=4, shuffle=True)
+
+
 def step_of(path):
     return torch.load(path, weights_only=True)["global_step"]
 
@@ -47,7 +53,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("data", [Resumable, stateful])
+@pytest.mark.parametrize("data", [Resumable, stateful, shuffled])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_a_resume_from_the_same_checkpoint(tmp_path, data, name):
     """Bit for bit: weights, moments, random state, with factors of 1 and the noise unchanged."""
@@ -70,6 +76,33 @@ def test_it_is_a_resume_from_the_same_checkpoint(tmp_path, data, name):
     states = {step: record.states[step] for step in again.states if step > 4}
     assert states == {step: again.states[step] for step in states}
     assert list(states) == list(range(5, 15))
+
+
+@pytest.mark.parametrize("data", [Resumable, shuffled])
+def test_a_checkpoint_at_the_end_of_an_epoch(tmp_path, data):
+    """What Lightning saves by default: bit for bit as well, and between two epochs every loader keeps its place."""
+    record, again = Record(), Record()
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", save_top_k=-1)
+    guard, trainer, module = guarded(tmp_path, record, knobs=AS_IT_WAS, saver=saver)
+    fit_with_rollback(trainer, module, data(count=16))
+    (decision,) = guard.rollbacks
+    assert (decision.checkpoint.step, decision.checkpoint.aligned) == (4, True)
+    torch.manual_seed(99)
+    fresh = trainer_of(tmp_path / "fresh", [again, KLGuardCallback()])
+    fresh.fit(Policy(), data(count=16), ckpt_path=tmp_path / "saved" / "step=4.ckpt")
+    assert again.states == {step: record.states[step] for step in range(5, 15)}
+
+
+def test_it_is_the_run_that_was_never_interrupted(tmp_path):
+    """With a loader that keeps its place and noise that is the same."""
+    states = []
+    for trouble in (8, 100):
+        torch.manual_seed(1)
+        record = Record()
+        _, trainer, module = guarded(tmp_path / str(trouble), record, knobs=AS_IT_WAS, trouble=trouble)
+        fit_with_rollback(trainer, module, Resumable(count=24))
+        states.append(record.states)
+    assert states[0] == states[1]
 
 
 def test_manual_optimization_goes_back_too(tmp_path):
@@ -315,6 +348,29 @@ def test_a_state_that_is_not_the_saved_one_is_not_trained(tmp_path, on_halt, cap
     assert "failed its check: rank 0: weights" in guard.decision.note
     assert not (tmp_path / "rescue").exists()
     assert "on_exception" not in vars(rescue)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_halts(tmp_path):
+    """In the second fit, before its first batch; what a user's own code raises later is the user's."""
+
+    class Refuses(Policy):
+        def on_load_checkpoint(self, checkpoint):
+            raise KeyError("not mine")
+
+    guard, trainer, module = guarded(tmp_path, policy=Refuses)
+    fit_with_rollback(trainer, module, Resumable())
+    assert guard.halted
+    assert "the trainer cannot load it" in guard.decision.note
+
+    class Fails(Policy):
+        def on_train_batch_end(self, *_):
+            if guard.rollbacks:
+                raise ZeroDivisionError
+
+    guard, trainer, module = guarded(tmp_path / "own", policy=Fails)
+    with pytest.raises(ZeroDivisionError):
+        fit_with_rollback(trainer, module, Resumable())
+    assert "save_checkpoint" not in vars(trainer)
 
 
 def test_loggers_see_one_run(tmp_path):
