@@ -448,7 +448,8 @@ class KLGuard:
             return self._decision(())
         self._begin()
         self._memory.observe(observation)
-        self._write("observation", {"attempt": self.attempt, **observation.known()})
+        if self._journal is not None:
+            self._write("observation", {"attempt": self.attempt, **observation.known()})
         self._repeats = self._repeats + 1 if last == observation.step else 0
         if self._repeats:
             observation = self.history[-1]  # with what was known of the step before

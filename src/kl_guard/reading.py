@@ -31,8 +31,8 @@ class KLSource:
 class MetricReader:
     """Reads rows of one log, or dictionaries of one running trainer.
 
-    Show it some rows with `look`, then `choose`: the KL to watch is settled from them, once, and so is each other metric
-    when it is first seen.
+    Show it some rows with `look`, then `choose`: the KL to watch is settled from them, once, and so is each other
+    metric when it is first seen.
 
     Parameters
     ----------
@@ -44,6 +44,7 @@ class MetricReader:
     >>> reader = MetricReader()
     >>> row = {"actor/ppo_kl": 0.001, "actor/kl_loss": 0.02, "actor/lr": 1e-6, "timing/gen": 40.0}
     >>> reader.look(row)
+    True
     >>> reader.choose().kind, reader.values(row)
     ('k3', {'kl_mean': 0.02, 'learning_rate': 1e-06})
     """
@@ -147,7 +148,8 @@ class MetricReader:
     def _learn(self, row: Mapping[str, Any]) -> list[str]:
         new = [key for key in row if key not in self._names]
         for key in new:
-            self._names[key] = run, name = split(str(key))
+            self._names[key] = of_run = split(str(key))
+            name = of_run[1]
             if name in BY_NAME or key == self.key:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:

@@ -65,9 +65,9 @@ def replay(
     Parameters
     ----------
     source:
-        KL numbers (steps 1, 2, ...; None for a missing one), or rows with `step`, `kl_mean` (or what a trainer calls it)
-        and whatever else the log had, or the path of a log (see `kl_guard.logs.read_rows`): `trainer_state.json` or a
-        folder with checkpoints, CSV, JSON lines, console text, TensorBoard events, the guard's own journal.
+        KL numbers (steps 1, 2, ...; None for a missing one), or rows with `step`, `kl_mean` (or what a trainer calls
+        it) and whatever else the log had, or the path of a log: `trainer_state.json` or a folder with checkpoints, CSV,
+        JSON lines, console text, TensorBoard events, the guard's own journal (see `kl_guard.logs.read_rows`).
     config, overrides:
         The knobs, as a `GuardConfig` or by name.
     key:

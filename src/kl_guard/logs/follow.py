@@ -17,8 +17,8 @@ class Follower:
     """Gives the new rows of a growing file at each `poll`: JSON lines, console text or CSV.
 
     Only whole lines are read. When the file is cut short, written anew or replaced by another (rotation), what is left
-    of the old one is read, then the new one from its beginning; `restarts` counts how often. Nothing is raised for lines
-    that cannot be read: `notes` have them.
+    of the old one is read, then the new one from its beginning; `restarts` counts how often. Nothing is raised for
+    lines that cannot be read: `notes` have them.
 
     Raises
     ------

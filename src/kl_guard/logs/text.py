@@ -6,7 +6,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 LONGEST = 2**22  # bytes of one line
 HEAD = 2**16  # bytes that a file's kind is told by
@@ -50,7 +50,7 @@ def open_binary(path: Path) -> IO[bytes]:
     """
     with path.open("rb") as file:
         packed = file.read(2) == _GZIP
-    return gzip.open(path, "rb") if packed else path.open("rb")
+    return cast("IO[bytes]", gzip.open(path, "rb")) if packed else path.open("rb")
 
 
 def is_packed(path: Path) -> bool:
@@ -61,14 +61,14 @@ def is_packed(path: Path) -> bool:
 
 def head_of(path: Path) -> bytes:
     """Return how a file begins, unpacked; what of a broken archive can be read."""
-    parts = []
+    head = b""
     with open_binary(path) as file:
         try:
-            while sum(map(len, parts)) < HEAD and (part := file.read(4096)):
-                parts.append(part)
+            while len(head) < HEAD and (part := file.read(4096)):
+                head += part
         except (EOFError, gzip.BadGzipFile, zlib.error):
             pass
-    return b"".join(parts)
+    return head
 
 
 class Lines:
