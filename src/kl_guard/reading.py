@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class MetricReader:
         self._lowest: dict[str, float] = {}
         self._steps: dict[str, int] = {}
         self._bound: dict[str, str] = {}
+        self._unbound: list[str] = []
         self._run = ""
         self._maximum: str | None = None
 
@@ -121,7 +122,8 @@ class MetricReader:
         self.lowest = self._lowest.get(chosen, math.inf)
         others = tuple(sorted(key for key in entries if key != chosen))
         self.source = KLSource(chosen, entry.kind if entry else None, others, entry.framework if entry else "")
-        self._bind(sorted(self._names, key=lambda key: FIELDS.get(self._names[key][1], ("", 0))[1]))
+        self._unbound = list(self._names)
+        self._bind()
         return self.source
 
     def step_key(self) -> str | None:
@@ -134,7 +136,9 @@ class MetricReader:
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a row has, by the names of an observation; empty for one that says nothing of training."""
         if not row.keys() <= self._names.keys():
-            self._bind(self._learn(row))
+            self._learn(row)
+        if self._unbound:
+            self._bind()
         return {field: row[key] for field, key in self._bound.items() if key in row}
 
     def name_of(self, field: str) -> str:
@@ -145,7 +149,7 @@ class MetricReader:
         run, name = self._names[key]
         return meaning(name, {other for of, other in self._names.values() if of in ("", run)})
 
-    def _learn(self, row: Mapping[str, Any]) -> list[str]:
+    def _learn(self, row: Mapping[str, Any]) -> None:
         new = [key for key in row if key not in self._names]
         for key in new:
             self._names[key] = of_run = split(str(key))
@@ -154,16 +158,18 @@ class MetricReader:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:
                 self._steps[key] = 0
-        return new
+        self._unbound += new
 
-    def _bind(self, keys: Iterable[str]) -> None:
-        for key in keys:
+    def _bind(self) -> None:
+        """Settle what the new names are read as, the better ones first."""
+        for key in sorted(self._unbound, key=lambda key: FIELDS.get(self._names[key][1], ("", 0))[1]):
             run, name = self._names[key]
             if run not in ("", self._run):
                 continue
             field = "kl_max" if name == self._maximum else FIELDS.get(name, (None,))[0]
             if field is not None and key != self.key:
                 self._bound.setdefault(field, key)
+        self._unbound = []
 
 
 def _step_name(key: str) -> str:
