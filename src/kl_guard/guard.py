@@ -14,7 +14,7 @@ from typing import Any
 from kl_guard import incidents
 from kl_guard._version import __version__
 from kl_guard.checkpoints import Keeper, sizes_of
-from kl_guard.config import GuardConfig
+from kl_guard.config import GuardConfig, KLKind
 from kl_guard.decisions import before_the_trouble, choose, target
 from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
@@ -25,9 +25,11 @@ from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
 from kl_guard.panel import Panel
+from kl_guard.reading import KLSource
 from kl_guard.stats import HorizonWindow
 from kl_guard.token_keeper import TokenKeeper, TokenText
 from kl_guard.token_stats import TokenStats, metrics_of
+from kl_guard.trainer_log import TrainerLog
 
 logger = logging.getLogger("kl_guard")
 
@@ -96,8 +98,9 @@ class KLGuard:
         self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
         self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
-        warmup = self.config.warmup_of(expected_observations)
-        self._panel = Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
+        self._panel = self._new_panel()
+        self._trainer_log = TrainerLog(self._warn_once)
+        self._resumed: Return | None = None
         self._begun = False
         self._standing: Decision | None = None
         self._grace_left = 0
@@ -216,6 +219,47 @@ class KLGuard:
         except Exception:
             self._fail("observing a step")
             return self._standing or Decision()  # what was decided before stands
+
+    def log(self, metrics: Any, step: Any = None, *, key: str | None = None, window: Any = 1) -> Decision:
+        """Take in what a trainer logs, by its own names, and decide as `observe` does.
+
+        For one line beside a trainer's own logging call (see docs/frameworks.md); `kl_guard.names` has the names that are
+        understood. At the first log that has a KL it is settled which one is watched and of which kind it is (unless
+        the config says so), and it is said once. Logs of one step add up. Never raises.
+
+        Parameters
+        ----------
+        metrics:
+            Values by name; numbers, numpy scalars, one-element tensors, numbers written as text.
+        step:
+            Number of the step; where None, what `metrics` has as `global_step` or the like, else logs are counted.
+        key:
+            Name of the KL to watch, where the table shall not decide.
+        window:
+            How many steps the values average.
+
+        Examples
+        --------
+        >>> guard = KLGuard(announce=False)
+        >>> guard.log({"actor/kl_loss": 0.02, "actor/ppo_kl": 0.001, "actor/lr": 1e-6}, step=1).action
+        'continue'
+        """
+        try:
+            kind = self._trainer_log.source and self._trainer_log.source.kind
+            logged = self._trainer_log.read(metrics, step, key, self._last_step())
+            source = self._trainer_log.source
+            if source is not None and source.kind is not None and kind is None:
+                self._watch(source.kind)
+            observation = None if logged is None else self._read(logged.step, logged.values, window)
+            return self._decision(()) if observation is None else self._observe(observation)
+        except Exception:
+            self._fail("reading a log")
+            return self._standing or Decision()
+
+    @property
+    def source(self) -> KLSource | None:
+        """Which KL `log` reads; None where it has read none."""
+        return self._trainer_log.source
 
     def take(self, observation: Observation) -> Decision:
         """Take in an observation as it was recorded, of tokens too, and decide as `observe` does."""
@@ -424,6 +468,23 @@ class KLGuard:
         except Exception:
             self._fail("closing")
 
+    def _new_panel(self) -> Panel:
+        warmup = self.config.warmup_of(self.expected_observations)
+        return Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
+
+    def _watch(self, kind: KLKind) -> None:
+        """Judge KL as one of this kind from the start, unless the config names another than the default."""
+        if self.config.kl_kind != GuardConfig().kl_kind or kind == self.config.kl_kind:
+            return
+        self.config = replace(self.config, kl_kind=kind)
+        self._panel = self._new_panel()
+        memory = self._memory
+        self._panel.restore(
+            self.history, self.findings, mid_run=memory.mid_run, returned=memory.returned, resumed=self._resumed
+        )
+        if self._begun:
+            self._write_run()
+
     # One observation, in order: read, merged or appended, journaled, judged, decided.
 
     def _keep_tokens(self, step: int, stats: TokenStats) -> None:
@@ -448,7 +509,8 @@ class KLGuard:
             return self._decision(())
         self._begin()
         self._memory.observe(observation)
-        self._write("observation", {"attempt": self.attempt, **observation.known()})
+        if self._journal is not None:
+            self._write("observation", {"attempt": self.attempt, **observation.known()})
         self._repeats = self._repeats + 1 if last == observation.step else 0
         if self._repeats:
             observation = self.history[-1]  # with what was known of the step before
@@ -620,7 +682,7 @@ class KLGuard:
         self.checkpoints.go_back(step, self.attempt)
         self.checkpoints.move_aside(aside, self.attempt)
         self._tokens.ledger.go_back(step)
-        resumed = Return(step, memory.recorded_kl(step))
+        self._resumed = resumed = Return(step, memory.recorded_kl(step))
         if new_attempt:
             memory.roll_back(step, self.attempt + 1)
         else:

@@ -6,8 +6,11 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from operator import attrgetter
 
 from kl_guard.observation import METRICS, Observation
+
+_values = attrgetter(*METRICS)
 
 
 class History:
@@ -45,8 +48,7 @@ class History:
         self.steps.append(observation.step)
         self._windows.append(observation.window)
         present = 0
-        for bit, (name, column) in enumerate(zip(METRICS, self._columns, strict=True)):
-            value = getattr(observation, name)
+        for bit, (value, column) in enumerate(zip(_values(observation), self._columns, strict=True)):
             if value is None:
                 column.append(math.nan)
             else:

@@ -102,6 +102,17 @@ class Observation:
                 values[name] = as_number(key, value)
         return cls(as_step(step), window=as_window(window), **values)
 
+    @classmethod
+    def at(cls, step: object, window: object, values: Mapping[str, float | None]) -> Observation:
+        """Build an observation from values that are numbers already, by the names in `METRICS`.
+
+        Raises
+        ------
+        ValueError
+            For a step or window that is none.
+        """
+        return cls(as_step(step), window=as_window(window), **values)
+
     def known(self) -> dict[str, float | int]:
         """Return what is not missing, by name."""
         return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from kl_guard.config import GuardConfig
 from kl_guard.findings import Decision, Finding
 from kl_guard.guard import KLGuard
-from kl_guard.logs import read_rows
-from kl_guard.observation import Observation
+from kl_guard.logs import open_log
+from kl_guard.reading import KLSource
+from kl_guard.series import Series, from_log, from_rows
+
+logger = logging.getLogger("kl_guard")
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,15 @@ class ReplayResult:
 
     `decision` is the first that was not "continue" (or "continue"); `fired_at` its step, `onset_step` and
     `departure_step` those of the finding that decided; None where nothing did. `findings` are all, also those after the
-    decision. `observations` counts the steps that were read, `notes` say what was peculiar about the log.
+    decision. `observations` counts the steps that were read, `notes` say what was peculiar about the log, `source` says
+    which KL was read, of which kind, and which others there are; None where there was none.
     """
 
     findings: tuple[Finding, ...]
     decision: Decision
     observations: int
     notes: tuple[str, ...] = ()
+    source: KLSource | None = None
 
     @property
     def fired_at(self) -> int | None:
@@ -47,23 +54,31 @@ class ReplayResult:
 Source = str | os.PathLike[str] | Iterable[float | None] | Iterable[Mapping[str, Any]]
 
 
-def replay(source: Source, config: GuardConfig | None = None, **overrides: Any) -> ReplayResult:
+def replay(
+    source: Source, config: GuardConfig | None = None, *, key: str | None = None, **overrides: Any
+) -> ReplayResult:
     """Run the guard over a finished run; no files are written, and no finding is logged.
 
-    Where steps go back, the run had been resumed: what came after is dropped, as it was in the run.
+    Where steps go back, the run had been resumed: what came after is dropped, as it was in the run. The kind of KL and
+    whether it is rounded are those of the log, unless the config says otherwise.
 
     Parameters
     ----------
     source:
-        KL numbers (steps 1, 2, ...; None for a missing one), or rows with `step`, `kl_mean` (or `kl`) and whatever else
-        the log had, or the path of a log: `trainer_state.json`, CSV, JSON lines, or the guard's own journal.
+        KL numbers (steps 1, 2, ...; None for a missing one), or rows with `step`, `kl_mean` (or what a trainer calls
+        it) and whatever else the log had, or the path of a log: `trainer_state.json` or a folder with checkpoints, CSV,
+        JSON lines, console text, TensorBoard events, the guard's own journal (see `kl_guard.logs.read_rows`).
     config, overrides:
         The knobs, as a `GuardConfig` or by name.
+    key:
+        Which KL to read, by its name in the log. Where None, KL to the reference is preferred; `source` of the result
+        says which was taken.
 
     Raises
     ------
     ValueError
-        For a row that cannot be read; the message has its number. For a file that holds no KL.
+        For a row that cannot be read; the message has its number, and for a file path and line. For a file that holds
+        no KL, and a `key` that is not there.
     OSError
         If the file cannot be opened.
 
@@ -73,13 +88,17 @@ def replay(source: Source, config: GuardConfig | None = None, **overrides: Any) 
     >>> result.fired_at, result.onset_step, result.departure_step
     (51, 48, 41)
     """
-    rows = list(read_rows(source)) if isinstance(source, (str, os.PathLike)) else list(source)
+    built = GuardConfig.build(config, **overrides)
+    series = _series(source, key)
+    told = _told(series, built, overrides)
+    built = GuardConfig.build(built, **told)
+    steps = iter(series)
+    first = list(islice(steps, 4 * built.warmup + 1))  # as many as it takes to see whether the run is short
+    guard = KLGuard(built, rank=0, expected_observations=len(first), announce=False)
     findings: list[Finding] = []
-    notes: list[str] = []
-    guard = KLGuard(GuardConfig.build(config, **overrides), rank=0, expected_observations=len(rows), announce=False)
     decision = Decision()
-    for number, row in enumerate(rows, start=1):
-        observation = _read(row, number)
+    notes: list[str] = []
+    for number, observation in chain(first, steps):
         last = guard.history.steps[-1] if len(guard.history) else None
         if last is not None and observation.step < last:
             notes.append(f"row {number}: steps go back from {last} to {observation.step}, read as a resume")
@@ -87,14 +106,36 @@ def replay(source: Source, config: GuardConfig | None = None, **overrides: Any) 
         answer = guard.take(observation)
         findings += answer.findings
         decision = answer if answer and not decision else decision
-    return ReplayResult(tuple(findings), decision, len(guard.history), tuple(notes))
+    for note in series.notes:
+        logger.warning("kl-guard: %s", note)
+    return ReplayResult(
+        tuple(findings), decision, len(guard.history), (*series.notes, *notes), _as_read(series.source, built)
+    )
 
 
-def _read(row: Any, number: int) -> Observation:
-    """Return one row as an observation."""
-    fields = row if isinstance(row, Mapping) else {"kl_mean": row}
-    step = fields.get("step")
-    try:
-        return Observation.from_mapping(fields, number if step is None else step, fields.get("window") or 1)
-    except ValueError as error:
-        raise ValueError(f"row {number}: {error}") from error
+def _series(source: Source, key: str | None) -> Series:
+    if isinstance(source, (str, os.PathLike)):
+        return from_log(open_log(source), key)
+    return from_rows(_rows(source), key)
+
+
+def _rows(source: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield rows; bare numbers are KLs."""
+    return (row if isinstance(row, Mapping) else {"kl_mean": row} for row in source)
+
+
+def _told(series: Series, config: GuardConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the log tells about its KL, where the user has not said it."""
+    told: dict[str, Any] = {}
+    default = GuardConfig()
+    kind = series.source.kind if series.source else None
+    if kind is not None and "kl_kind" not in overrides and config.kl_kind == default.kl_kind:
+        told["kl_kind"] = kind
+    if series.rounded and "rounded" not in overrides:
+        told["rounded"] = True
+    return told
+
+
+def _as_read(source: KLSource | None, config: GuardConfig) -> KLSource | None:
+    """Return the source with the kind that the guard went by."""
+    return source and KLSource(source.name, config.kl_kind, source.others, source.framework)

@@ -1,93 +1,108 @@
-"""Logs that are tables: `trainer_state.json`, JSON lines, CSV, and the guard's own journal."""
+"""CSV with one column per metric, W&B exports included, and the long form that MLflow writes."""
 
 from __future__ import annotations
 
 import csv
-import io
-import json
-import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from kl_guard.journal import read_journal
-from kl_guard.memory import recall
-from kl_guard.observation import ALIASES, METRICS
+from kl_guard.logs.base import LineFormat, LineLog, Log, Row
 
-logger = logging.getLogger("kl_guard")
-
-Row = dict[str, Any]
+DELIMITERS = ",;\t"
+_LONG = frozenset({"key", "value", "step"})
+_NOTHING = frozenset({"None", "null", "N/A", "NA"})
 
 
-def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """Yield the rows of a log, told by its content and not by its name.
+class CsvFormat(LineFormat):
+    """The first line is the header; an empty cell says nothing."""
 
-    Raises
-    ------
-    ValueError
-        When the file is none of the kinds known, or has no column of KL; the message has the path.
-    OSError
-        If it cannot be opened.
-    """
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    try:
-        rows = list(_parse(path, text))
-    except (csv.Error, RecursionError) as error:
-        raise ValueError(f"{path}: neither JSON nor a CSV file that can be read ({error})") from error
-    if not any(_has_kl(row) for row in rows):
-        keys = sorted({key for row in rows for key in row})
-        raise ValueError(f"{path}: no KL in this log; it has: {', '.join(keys[:40]) or 'nothing'}")
-    yield from rows
+    def __init__(self) -> None:
+        self._header: list[str] | None = None
+        self._delimiter = ","
+        self._open = ""  # a row whose quoted cell goes on in the next line
 
-
-def _parse(path: str | os.PathLike[str], text: str) -> Iterator[Row]:
-    start = text.lstrip()[:1]
-    if start != "{":
-        return _csv_rows(path, text)
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        return _json_lines(path, text)
-    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-        return (dict(row) for row in whole["log_history"] if isinstance(row, dict) and "loss" in row)
-    return _json_lines(path, text)
-
-
-def _json_lines(path: str | os.PathLike[str], text: str) -> Iterator[Row]:
-    rows: list[Row] = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if rows and number == len(lines) and not text.endswith("\n"):
-                logger.warning("kl-guard: %s: line %d is torn; it is left out", path, number)
-                break
-            raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: line {number} is not a row of names and values")
-        if row.get("type") == "run":
-            return iter([observation.known() for observation in recall(read_journal(path)[0]).history])
-        rows.append(row)
-    return iter(rows)
-
-
-def _csv_rows(path: str | os.PathLike[str], text: str) -> Iterator[Row]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    names = set(reader.fieldnames or ())
-    if not names & _KL_NAMES:
-        raise ValueError(
-            f"{path}: neither JSON nor a CSV file with a column kl or kl_mean; columns: {sorted(names)[:40]}"
+    def without_kl(self, names: list[str]) -> str:  # noqa: D102
+        return (
+            f"neither JSON nor a CSV file with a column kl or kl_mean; columns: {names} (names known: kl_guard.names)"
         )
-    for row in reader:
-        yield {key: value if value != "" else None for key, value in row.items() if key is not None}
+
+    def parse(self, line: str) -> list[Row]:  # noqa: D102
+        text = f"{self._open}\n{line}" if self._open else line
+        if '"' in text and text.count('"') % 2:
+            if len(text) > 2**20:
+                raise ValueError("belongs to a quoted cell without end")
+            self._open = text
+            return []
+        self._open = ""
+        if self._header is None:
+            self._delimiter = delimiter_of(text)
+            self._header = [name.strip() for name in self._cells(text)]
+            return []
+        if not text:
+            return []
+        cells = self._cells(text)
+        if len(cells) != len(self._header):
+            raise ValueError(f"is not a row of this CSV file: {len(cells)} cells under {len(self._header)} names")
+        return [
+            {
+                name: None if cell in _NOTHING else cell
+                for name, cell in zip(self._header, cells, strict=True)
+                if cell and name
+            }
+        ]
+
+    def _cells(self, text: str) -> list[str]:
+        if '"' not in text:
+            return text.split(self._delimiter)
+        try:
+            return next(csv.reader([text.replace("\n", " ")], delimiter=self._delimiter))
+        except csv.Error as error:
+            raise ValueError(f"is not a row of this CSV file ({error})") from error
 
 
-_KL_NAMES = frozenset({"kl_mean", *(alias for alias, name in ALIASES.items() if name == "kl_mean")})
+def delimiter_of(header: str) -> str:
+    """Return what separates the names of a header."""
+    return max(DELIMITERS, key=header.count)
 
 
-def _has_kl(row: Mapping[str, Any]) -> bool:
-    return bool(_KL_NAMES & row.keys()) and bool(row.keys() & {*METRICS, *ALIASES})
+def names_of(header: str) -> list[str]:
+    """Return the names of a header; [] where it cannot be read."""
+    try:
+        cells = next(csv.reader([header], delimiter=delimiter_of(header)), [])
+    except csv.Error:
+        return []
+    return [name.strip() for name in cells]
+
+
+def is_long(names: list[str]) -> bool:
+    """Return whether a table has one row per metric and step."""
+    return _LONG.issubset(names)
+
+
+class LongTable(Log):
+    """A table with one row per metric and step: `key, value, step`, and `run_id` where it holds several runs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._table = LineLog(path, CsvFormat)
+        self.notes = self._table.notes
+
+    def rows(self) -> Iterator[Row]:  # noqa: D102
+        runs: dict[str, dict[int, Row]] = {}
+        for row in self._table.rows():
+            run = str(row.get("run_id") or row.get("run_uuid") or row.get("run_name") or "")
+            key = row.get("key")
+            try:
+                step = int(float(str(row.get("step"))))
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{self._table.place}step must be a whole number, got {row.get('step')!r}") from error
+            if key:
+                runs.setdefault(run, {}).setdefault(step, {"step": step})[str(key)] = row.get("value")
+        for run, steps in runs.items():
+            for step in sorted(steps):
+                row = steps[step]
+                yield row if len(runs) == 1 else _of_run(run, row)
+
+
+def _of_run(run: str, row: Row) -> Row:
+    return {key if key == "step" else f"{run} - {key}": value for key, value in row.items()}

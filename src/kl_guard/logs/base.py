@@ -1,0 +1,114 @@
+"""What every reader of logs gives, and the reader of files that are read line by line."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kl_guard.config import KLKind
+from kl_guard.logs.text import Lines, Notes
+
+Row = dict[str, Any]
+
+
+class Log(ABC):
+    """A recorded run: rows of metrics by the names that the trainer gave them.
+
+    `notes` collect what was peculiar. `none_is_nan` says that None stands for a mean of nothing but NaN, `may_round`
+    that values were printed for people, `kind` which KL it is where the log itself says so.
+    """
+
+    none_is_nan = False
+    may_round = False
+    kind: KLKind | None = None
+    rounded = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes = Notes()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    @abstractmethod
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows, from the beginning at each call.
+
+        Raises
+        ------
+        ValueError
+            For what cannot be read; the message has the path, and the line where there are lines.
+        """
+
+    def without_kl(self, names: list[str]) -> str:
+        """Return the complaint about a log that has only these names."""
+        return without_kl(names)
+
+    @property
+    def place(self) -> str:
+        """Where the row given last stands, for messages."""
+        return f"{self.path}: "
+
+
+def without_kl(names: list[str]) -> str:
+    """Return the complaint about a log that has only these names."""
+    return f"no KL in this log; it has: {', '.join(names) or 'nothing'}"
+
+
+class LineFormat(ABC):
+    """How one line becomes rows; what earlier lines said, such as a header, is kept."""
+
+    none_is_nan = False
+    may_round = False
+
+    def without_kl(self, names: list[str]) -> str:
+        """Return the complaint about a log that has only these names."""
+        return without_kl(names)
+
+    @abstractmethod
+    def parse(self, line: str) -> list[Row]:
+        """Return the rows of a line.
+
+        Raises
+        ------
+        ValueError
+            When the line is none of this format; the message says what is wrong, without path and number.
+        """
+
+
+class LineLog(Log):
+    """A log that is read line by line.
+
+    A last line without an end that cannot be read is torn: the run is still writing it, or was killed.
+    """
+
+    def __init__(self, path: Path, make_format: Callable[[], LineFormat]) -> None:
+        super().__init__(path)
+        self._make_format = make_format
+        self._lines = Lines(path, self.notes)
+        form = make_format()
+        self._without_kl = form.without_kl
+        self.none_is_nan, self.may_round = form.none_is_nan, form.may_round
+
+    def rows(self) -> Iterator[Row]:  # noqa: D102
+        self.notes.clear()
+        form, any_rows = self._make_format(), False
+        for line in self._lines:
+            try:
+                found = form.parse(line)
+            except ValueError as error:
+                if any_rows and self._lines.torn:
+                    self.notes.add("torn", f"{self.path}: line {self._lines.number} is torn; it is left out")
+                    return
+                raise ValueError(f"{self.path}: line {self._lines.number} {error}") from error
+            any_rows = any_rows or bool(found)
+            yield from found
+
+    def without_kl(self, names: list[str]) -> str:  # noqa: D102
+        return self._without_kl(names)
+
+    @property
+    def place(self) -> str:  # noqa: D102
+        return f"{self.path}: line {self._lines.number}, "
