@@ -52,6 +52,7 @@ bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelle
 	$(BIN)/python benchmarks/cost.py
 	$(BIN)/python benchmarks/pins.py
 	$(BIN)/python benchmarks/tokens.py
+	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/overhead.py
 	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 

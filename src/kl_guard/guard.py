@@ -223,9 +223,9 @@ class KLGuard:
     def log(self, metrics: Any, step: Any = None, *, key: str | None = None, window: Any = 1) -> Decision:
         """Take in what a trainer logs, by its own names, and decide as `observe` does.
 
-        For one line beside a trainer's own logging call (see docs/frameworks.md); `kl_guard.names` has the names that are
-        understood. At the first log that has a KL it is settled which one is watched and of which kind it is (unless
-        the config says so), and it is said once. Logs of one step add up. Never raises.
+        For one line beside a trainer's own logging call (see docs/frameworks.md); `kl_guard.names` has the names that
+        are understood. At the first log that has a KL it is settled which one is watched and of which kind it is
+        (unless the config says so), and it is said once. Logs of one step add up. Never raises.
 
         Parameters
         ----------

@@ -95,8 +95,9 @@ def console_with_steps(path: Path, run: Run) -> None:
 def verl_console(path: Path, run: Run) -> None:
     colour, end = "\x1b[36m", "\x1b[0m"
     lines = [
-        f"{colour}(TaskRunner pid=123){end} step:{row['step']} - global_seqlen/min:5292 - actor/kl_loss:{row['kl']!r} - "
-        f"actor/ppo_kl:np.float64(0.0001) - critic/score/mean:{row['reward']!r} - actor/pg_loss:{row['loss']!r}"
+        f"{colour}(TaskRunner pid=123){end} step:{row['step']} - global_seqlen/min:5292 - "
+        f"actor/kl_loss:{row['kl']!r} - actor/ppo_kl:np.float64(0.0001) - "
+        f"critic/score/mean:{row['reward']!r} - actor/pg_loss:{row['loss']!r}"
         for row in run
     ]
     path.write_text("(TaskRunner pid=123) hello\n" + "\n".join(lines) + "\n")

@@ -101,12 +101,17 @@ class Follower:
                 self.line += 1
                 if self._skips:
                     self._skips = False
+                elif len(line) > LONGEST:
+                    self._note_long(self.line)
                 else:
                     rows += self._rows_of(line)
             if len(self._rest) > LONGEST:
-                self.notes.add("long", f"{self.path}: line {self.line + 1} is longer than 4 MB; it is left out")
+                self._note_long(self.line + 1)
                 self._rest, self._skips = b"", True
         return rows
+
+    def _note_long(self, number: int) -> None:
+        self.notes.add("long", f"{self.path}: line {number} is longer than 4 MB; it is left out")
 
     def _rows_of(self, line: bytes) -> list[Row]:
         text = line.decode("utf-8-sig" if self.line == 1 else "utf-8", "replace").rstrip("\r")
