@@ -449,7 +449,6 @@ class KLGuard:
         try:
             if self._standing is None:
                 self._begin()
-                self._report(reason)
                 self._stand(reason)
         except Exception:
             self._fail("taking over a finding of another rank")
@@ -520,11 +519,15 @@ class KLGuard:
         findings = tuple(self._explained(finding) for finding in new)
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
-        for finding in findings:
-            self._report(finding)
         asking = [finding for finding in findings if self._panel.acts(finding)]
+        reason = None
         if asking and self._standing is None and self.config.action != "warn":
-            self._stand(max(asking, key=lambda finding: finding.severity.rank))
+            reason = max(asking, key=lambda finding: finding.severity.rank)
+        for finding in findings:
+            if finding is not reason:
+                self._report(finding)
+        if reason is not None:
+            self._stand(reason)
         return self._decision(findings)
 
     def _explained(self, finding: Finding) -> Finding:
@@ -539,28 +542,46 @@ class KLGuard:
         )
 
     def _report(self, finding: Finding) -> None:
+        self._say(finding)
+        self._write("finding", _record_of(finding), sync=True)
+
+    def _say(self, finding: Finding) -> None:
         self.findings.append(finding)
-        self._write("finding", {"time": time.time(), "finding": finding.to_dict()}, sync=True)
         if self._announces:
             logger.log(_LOG_LEVEL[finding.severity], "kl-guard: %s", describe(finding))
 
     def _stand(self, reason: Finding) -> None:
-        """Decide, once: the decision stands until the loop has gone back or resumed, whatever else fails here."""
+        """Report `reason` and decide, once: the decision stands until the loop has gone back or resumed.
+
+        Finding and decision are written as one. Were a process killed between them, the next one would know of the
+        trouble, not say it again, and go on from a checkpoint within it.
+        """
         self._standing = Decision("halt", (), None, reason)
-        back = self._target(reason)
-        hopeless = self._panel.wrong_from_the_start
-        action, note = choose(self.config, self._memory, reason, back, hopeless=hopeless)
-        self._standing = decision = Decision(action, (), back, reason, note)
-        to_step = back.step if back is not None and action == "rollback" else None
-        failure = Failure(reason.signature, reason.step, reason.departure_step)
-        self._memory.decide(failure, to_step)
-        facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
-        self._write("decision", {"time": time.time(), **facts}, sync=True)
+        self._say(reason)
+        records: list[dict[str, Any]] = [{"type": "finding", **_record_of(reason)}]
+        try:
+            decision, facts = self._decided(reason)
+            self._standing = decision
+            records.append({"type": "decision", "time": time.time(), **facts})
+        finally:
+            if self._journal is not None:
+                self._journal.write_together(records)
         written = self._write_incident(decision)
         if self._announces:
             logger.error("kl-guard: %s", describe_decision(decision))
             if written is not None:
                 logger.error("kl-guard: the incident is in %s", written)
+
+    def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
+        """Return the decision for `reason`, and what the journal keeps of it."""
+        back = self._target(reason)
+        hopeless = self._panel.wrong_from_the_start
+        action, note = choose(self.config, self._memory, reason, back, hopeless=hopeless)
+        to_step = back.step if back is not None and action == "rollback" else None
+        failure = Failure(reason.signature, reason.step, reason.departure_step)
+        self._memory.decide(failure, to_step)
+        facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
+        return Decision(action, (), back, reason, note), facts
 
     def _target(self, reason: Finding) -> Checkpoint | None:
         try:
@@ -719,6 +740,10 @@ class KLGuard:
         if doing not in self._warned:
             self._warned.add(doing)
             logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
+
+
+def _record_of(finding: Finding) -> dict[str, Any]:
+    return {"time": time.time(), "finding": finding.to_dict()}
 
 
 def _new_run_id() -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,13 @@ class Journal:
             return
         self._unwritten.append(encode(record).encode() + b"\n")
         self._flush(sync=sync)
+
+    def write_together(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append records that must not be without each other, by one write; they are on the disk when this returns."""
+        if self.locked_out:
+            return
+        self._unwritten.append(b"".join(encode(record).encode() + b"\n" for record in records))
+        self._flush(sync=True)
 
     def _flush(self, *, sync: bool) -> None:
         try:

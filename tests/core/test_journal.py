@@ -337,3 +337,24 @@ def test_what_the_disk_refused_is_tried_once_more_at_the_end(tmp_path, monkeypat
         feed(guard, [0.02] * 8, start=2)
     guard.close()
     assert len(recall(read_journal(journal_of(tmp_path))[0]).history) == 9
+
+
+def test_finding_and_decision_are_one_write(tmp_path, monkeypatch):
+    """A process killed between them would leave a trouble that the next one knows of and does nothing about."""
+    written = []
+    write = os.write
+
+    def spy(file, data):
+        written.append(bytes(data))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", spy)
+    guard = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, announce=False)
+    step = 0
+    while not guard.decision:
+        step += 1
+        guard.observe(step, 0.02 * 1.6 ** max(0, step - 30))
+    (told,) = [data for data in written if b'"decision"' in data]
+    kinds = [json.loads(line)["type"] for line in told.splitlines() if line]
+    assert kinds == ["finding", "decision"]
+    assert guard.decision.reason.signature == "KL_BLOWUP"

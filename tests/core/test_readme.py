@@ -78,6 +78,35 @@ def test_the_block_about_loops_runs(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "checkpoint-100" / "weights.pt").is_file()
 
 
+def test_the_line_for_dictionaries_runs():
+    """With the names of verl."""
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "guard.log(" in b]
+    guard = KLGuard(announce=False)
+    exec(block, {"guard": guard})  # noqa: S102 - the README's own code
+    assert guard.source.others == ("actor/ppo_kl",)
+
+
+def test_the_loop_on_accelerate_runs(tmp_path, monkeypatch):
+    """As docs/frameworks.md shows it."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Accelerator()" in b]
+    policy = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(policy.parameters())
+
+    def train_step(accelerator, policy, optimizer, scheduler):
+        accelerator.backward(policy(torch.ones(3, 2)).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return 0.01
+
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    names = {"policy": policy, "optimizer": optimizer, "scheduler": scheduler, "train_step": train_step, "steps": 100}
+    exec(block, names)  # noqa: S102 - the documentation's own code
+    assert (tmp_path / "out" / "checkpoint-100" / "weights.pt").is_file()
+
+
 def test_every_signature_has_a_row():
     """The table is complete, and names nothing that does not exist."""
     shown = set(re.findall(r"^\| `([A-Z_]+)` \|", README, re.MULTILINE))
