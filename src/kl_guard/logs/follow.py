@@ -42,6 +42,12 @@ class Follower:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, line={self.line})"
 
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def poll(self) -> list[Row]:
         """Return the rows that came since the last call; [] where the file is not there yet."""
         rows: list[Row] = []
