@@ -1,0 +1,222 @@
+"""What a replay says about a finished run, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kl_guard.checkpoints.soundness import problems
+from kl_guard.cli import terminal
+from kl_guard.cli.curve import sparkline
+from kl_guard.logs import open_log
+from kl_guard.messages import describe
+from kl_guard.observation import Observation
+from kl_guard.replay import ReplayResult, replay
+from kl_guard.series import from_log
+
+SECONDS = ("train_runtime", "_runtime", "runtime")  # since the start of the run, as logs have it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A replayed log: what the guard said, where one could have gone back to, and what a halt would have saved."""
+
+    log: str
+    result: ReplayResult
+    steps: list[int]
+    kl: list[float | None]
+    setting: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    checkpoints: int = 0
+    hours_saved: float | None = None
+    money_saved: float | None = None
+
+    @property
+    def steps_after(self) -> int:
+        """Steps that were made after the guard would have stopped the run."""
+        fired = self.result.fired_at
+        return 0 if fired is None else self.steps[-1] - fired
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain values, ready for JSON."""
+        source = self.result.source
+        return {
+            "log": self.log,
+            "setting": self.setting,
+            "kl": None if source is None else {"name": source.name, "kind": source.kind, "others": source.others},
+            "observations": self.result.observations,
+            "last_step": self.steps[-1] if self.steps else None,
+            "action": self.result.decision.action,
+            "fired_at": self.result.fired_at,
+            "onset_step": self.result.onset_step,
+            "departure_step": self.result.departure_step,
+            "checkpoint": self.checkpoint,
+            "steps_after": self.steps_after,
+            "hours_saved": self.hours_saved,
+            "money_saved": self.money_saved,
+            "findings": [_plain(finding.to_dict()) for finding in self.result.findings],
+            "notes": list(self.result.notes),
+        }
+
+
+def answer(
+    log: str,
+    key: str | None,
+    overrides: dict[str, Any],
+    setting: dict[str, Any],
+    hours: float | None,
+    cost_per_hour: float | None,
+) -> Answer:
+    """Replay a log.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        For a log or a knob that cannot be taken; the message has which.
+    """
+    result = replay(log, key=key, **overrides)
+    observations: list[Observation] = [observation for _, observation in from_log(open_log(log), key)]
+    steps = [observation.step for observation in observations]
+    there = _checkpoints(Path(log))
+    checkpoint = None
+    if result.departure_step is not None:
+        departed = next((o for o in observations if o.step >= result.departure_step), None)
+        first = departed.first_step if departed else result.departure_step
+        checkpoint = _way_back(there, first - 1)
+    saved = _hours_saved(log, steps, result, hours)
+    money = None if saved is None or cost_per_hour is None else saved * cost_per_hour
+    return Answer(log, result, steps, [o.kl_mean for o in observations], setting, checkpoint, len(there), saved, money)
+
+
+def as_text(one: Answer) -> str:
+    """Return the answer as text."""
+    result, lines = one.result, []
+    head = f"{one.log}: {result.observations} observations, steps {one.steps[0]} to {one.steps[-1]}"
+    lines.append(terminal.wrapped(head + (f"; {result.source}" if result.source else "")))
+    lines += [terminal.wrapped(f"note: {note}") for note in result.notes]
+    finite = [kl for kl in one.kl if kl is not None and math.isfinite(kl)]
+    if finite:
+        curve = sparkline(one.kl, terminal.width() - 4, plain=terminal.plain())
+        lines += ["", f"KL  {curve}", f"    {min(finite):.3g} to {max(finite):.3g}", ""]
+    for finding in result.findings:
+        lines.append(terminal.painted(terminal.wrapped(describe(finding), "    "), str(finding.severity)))
+    lines.append(_verdict(one))
+    return "\n".join(lines)
+
+
+def table(answers: list[Answer]) -> str:
+    """Return several answers, one line each."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    names = list(dict.fromkeys(name for one in answers for name in one.setting))
+    logs = {one.log for one in answers}
+    short = len({Path(log).name for log in logs}) == len(logs)
+    shown = Table(box=None, pad_edge=False)
+    for column in ("log", *names):
+        shown.add_column(column, overflow="fold")
+    for column in ("steps", "alarm", "onset", "departure", "go back to", "findings"):
+        shown.add_column(column, justify="right" if column != "findings" else "left", overflow="fold")
+    for one in answers:
+        result = one.result
+        numbers = [one.steps[-1] if one.steps else None, result.fired_at, result.onset_step, result.departure_step]
+        back = Path(one.checkpoint).name if one.checkpoint else None
+        said = ", ".join(dict.fromkeys(finding.signature for finding in result.findings))
+        cells = [
+            Path(one.log).name if short else one.log,
+            *(one.setting.get(name) for name in names),
+            *numbers,
+            back,
+            said,
+        ]
+        shown.add_row(*(Text(terminal.shown("-" if cell is None else str(cell))) for cell in cells))
+    console = Console(width=terminal.width(), no_color=not terminal.in_colour(), highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get().rstrip()
+
+
+def _verdict(one: Answer) -> str:
+    result = one.result
+    if result.fired_at is None:
+        acted = [finding for finding in result.findings if finding.severity == "warn"]
+        text = "Nothing here would have stopped the run" + (", but look at the warnings." if acted else ".")
+        return terminal.painted(terminal.wrapped(text), "warn" if acted else "good")
+    lines = [f"Stop at step {result.fired_at}: {_steps(one.steps_after)} were made after it."]
+    if result.departure_step is not None:
+        lines.append(f"The curve left its own regime at about step {result.departure_step}.")
+    if one.checkpoint is not None:
+        lines.append(f"Go back to {one.checkpoint}, the newest checkpoint here from before that.")
+    elif one.checkpoints:
+        lines.append(f"None of the {one.checkpoints} checkpoints beside this log is from before that.")
+    if one.hours_saved is not None:
+        money = "" if one.money_saved is None else f", at this price {one.money_saved:,.2f}"
+        lines.append(f"A halt would have saved {one.hours_saved:,.1f} hours{money}.")
+    elif one.money_saved is None and one.steps_after:
+        lines.append("How long it took is not in the log; --hours and --cost-per-hour say what that was worth.")
+    return terminal.painted(terminal.wrapped(" ".join(lines)), "critical")
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _checkpoints(log: Path) -> dict[int, Path]:
+    """Return the checkpoints beside a log, by step: in its folder, or the folder above a checkpoint's."""
+    folder = log if log.is_dir() else log.parent
+    for place in (folder, folder.parent):
+        matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in place.glob("checkpoint-*"))
+        found = {int(match[1]): path for match, path in matches if match and path.is_dir()}
+        if found:
+            return found
+    return {}
+
+
+def _way_back(there: dict[int, Path], behind: int) -> str | None:
+    """Return the newest sound checkpoint of a step before `behind`, the update that is suspect already."""
+    for step in sorted((step for step in there if step < behind), reverse=True):
+        if next(problems(there[step]), None) is None:
+            return str(there[step])
+    return None
+
+
+def _hours_saved(log: str, steps: list[int], result: ReplayResult, hours: float | None) -> float | None:
+    fired = result.fired_at
+    if fired is None or not steps:
+        return None
+    total = hours if hours is not None else _hours_of(log)
+    return None if total is None else total * (steps[-1] - fired) / max(1, steps[-1])
+
+
+def _hours_of(log: str) -> float | None:
+    """Return how long a run took, by its log; None where that does not say."""
+    longest = 0.0
+    for row in _all_rows(log):
+        for name in SECONDS:
+            value = row.get(name)
+            if isinstance(value, (int, float, str)):
+                try:
+                    longest = max(longest, float(value))
+                except ValueError:
+                    continue
+    return longest / 3600 if longest > 0 else None
+
+
+def _all_rows(log: str) -> Any:
+    from kl_guard.logs.trainer_state import TrainerState, read_history
+
+    opened = open_log(log)
+    return read_history(opened.path) if isinstance(opened, TrainerState) else opened.rows()
+
+
+def _plain(value: Any) -> Any:
+    """Return values without numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,68 @@
+"""`kl-guard replay` says when a run should have been stopped, and where it could have gone back to."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from typing import Any
+
+from kl_guard.cli import knobs
+
+
+def add_to(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="when should a finished run have been stopped?",
+        description="Run the guard over finished logs: trainer_state.json or a folder with checkpoints, console "
+        "output, JSON lines, CSV (exports of W&B and MLflow too), TensorBoard folders, the guard's own journal.",
+    )
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="a log; several give a table")
+    parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
+    parser.add_argument("--json", action="store_true", help="print JSON, one object for each log and setting")
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        default=[],
+        metavar="KNOB=A,B",
+        help="try every combination of these values, as in: --sweep ratio=4,8,16 abs_floor=0.1,0.5",
+    )
+    parser.add_argument("--hours", type=_positive, help="how long the run took, where its log does not say")
+    parser.add_argument("--cost-per-hour", type=_positive, metavar="MONEY", help="say what a halt would have saved")
+    knobs.add_to(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay each log with each setting and print what comes of it."""
+    from kl_guard.cli.answer import answer, as_text, table
+
+    sweep = [knobs.parse(text) for text in options.sweep]
+    names = [name for name, _ in sweep]
+    settings = [dict(zip(names, values, strict=True)) for values in itertools.product(*(v for _, v in sweep))]
+    answers = [
+        answer(log, options.key, {**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
+        for log in options.logs
+        for setting in settings
+    ]
+    if options.json:
+        for one in answers:
+            json.dump(one.to_dict(), sys.stdout)
+            print()
+    elif len(answers) == 1:
+        print(as_text(answers[0]))
+    else:
+        print(table(answers))
+    return 0
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value

@@ -1,0 +1,48 @@
+"""How much the terminal can show."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+
+NARROWEST = 20
+COLOURS = {"critical": "31;1", "warn": "33", "info": "36", "good": "32", "dim": "2"}
+
+
+def width() -> int:
+    """Return how many columns there are."""
+    return max(NARROWEST, shutil.get_terminal_size((100, 24)).columns)
+
+
+def in_colour() -> bool:
+    """Return whether colours are wanted: on a terminal, unless `NO_COLOR` is set (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def plain() -> bool:
+    """Return whether only ASCII can be shown."""
+    try:
+        "▁█".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False
+
+
+def painted(text: str, colour: str) -> str:
+    """Return text in a colour of `COLOURS`, where colours are wanted."""
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if in_colour() else text
+
+
+def shown(text: str) -> str:
+    """Return text from a log or a model with what a terminal would obey made visible."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def wrapped(text: str, indent: str = "  ") -> str:
+    """Return text in lines that fit, all but the first indented."""
+    return "\n".join(
+        textwrap.fill(line, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in shown(text).splitlines()
+    )

@@ -1,0 +1,153 @@
+"""`kl-guard watch`: follows a log that is being written, for people who cannot touch the training code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from kl_guard.cli import knobs
+
+if TYPE_CHECKING:
+    from kl_guard import Decision, Finding, KLGuard
+
+CRITICAL = 1
+
+
+def add_to(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "watch",
+        help="follow a log that is being written",
+        description="Follow a growing log (JSON lines, console output, CSV), through rotation and truncation. Exits "
+        "with 1 on a critical finding.",
+    )
+    parser.add_argument("log", metavar="LOG", help="a file; it may come later")
+    parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
+    parser.add_argument(
+        "--on-critical",
+        metavar="CMD",
+        help="a shell command to run on a critical finding; its environment has KL_GUARD_SIGNATURE, KL_GUARD_STEP, "
+        "KL_GUARD_ONSET, KL_GUARD_DEPARTURE and KL_GUARD_LOG",
+    )
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")
+    parser.add_argument(
+        "--idle", type=float, default=None, metavar="SECONDS", help="end with 0 when nothing came for so long"
+    )
+    knobs.add_to(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Follow the log until a critical finding, the idle time, or Ctrl-C."""
+    import logging
+
+    from kl_guard import GuardConfig, KLGuard
+    from kl_guard.logs import Follower
+
+    if not options.interval > 0:
+        raise ValueError(f"--interval must be a number above 0, got {options.interval}")
+    logging.getLogger("kl_guard").addHandler(logging.StreamHandler(sys.stderr))
+    guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0)
+    quiet_since = time.monotonic()
+    with Follower(options.log) as follower, _View(options.log) as view:
+        while True:
+            rows = follower.poll()
+            for row in rows:
+                decision = _take(guard, row, options.key)
+                for finding in decision.findings:
+                    view.say(finding)
+                if decision:
+                    view.show(guard)
+                    return _act(decision, options)
+            if rows:
+                quiet_since = time.monotonic()
+            elif options.idle is not None and time.monotonic() - quiet_since >= options.idle:
+                return 0
+            view.show(guard)
+            time.sleep(options.interval)
+
+
+def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
+    """Take in a row; where steps go back, the run has been resumed."""
+    from kl_guard.names import STEPS
+    from kl_guard.observation import as_step
+
+    try:
+        step = next((as_step(str(row[name]).partition("/")[0]) for name in STEPS if name in row), None)
+    except ValueError:
+        step = None
+    if step is not None and len(guard.history) and step < guard.history.steps[-1]:
+        guard.resumed(max(0, step - 1))
+    return guard.log(row, step, key=key)
+
+
+def _act(decision: Decision, options: argparse.Namespace) -> int:
+    reason = decision.reason
+    if options.on_critical and reason is not None:
+        facts = {
+            "SIGNATURE": reason.signature,
+            "STEP": reason.step,
+            "ONSET": reason.onset_step,
+            "DEPARTURE": reason.departure_step,
+            "LOG": options.log,
+        }
+        told = {f"KL_GUARD_{name}": "" if value is None else str(value) for name, value in facts.items()}
+        # The user's own command as it was typed; nothing of the log is put into it.
+        done = subprocess.run(options.on_critical, shell=True, env={**os.environ, **told}, check=False)  # noqa: S602
+        print(f"kl-guard: the command ended with {done.returncode}", file=sys.stderr)
+    return CRITICAL
+
+
+class _View:
+    """One line that is kept up to date on a terminal; elsewhere only findings are printed."""
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self._live = sys.stdout.isatty()
+        self._shown = ""
+
+    def __enter__(self) -> _View:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live and self._shown:
+            print()
+
+    def say(self, finding: Finding) -> None:
+        """Print a finding."""
+        from kl_guard.cli import terminal
+        from kl_guard.messages import describe
+
+        self._clear()
+        print(terminal.painted(terminal.wrapped(describe(finding), "    "), str(finding.severity)), flush=True)
+
+    def show(self, guard: KLGuard) -> None:
+        """Bring the line up to date."""
+        if not self._live:
+            return
+        from kl_guard.cli import terminal
+        from kl_guard.cli.curve import sparkline
+
+        count = len(guard.history)
+        if not count:
+            text = f"{self._log}: waiting for a KL"
+        else:
+            last = guard.history[-1]
+            level = {0: "calm", 1: "suspicion", 2: "critical"}.get(guard.level, "blind")
+            kl = "-" if last.kl_mean is None else f"{last.kl_mean:.4g}"
+            text = f"step {last.step}  KL {kl}  {level} "
+            room = terminal.width() - len(text) - 1
+            recent = [guard.history[i].kl_mean for i in range(max(0, count - 4 * room), count)] if room > 0 else []
+            text += sparkline(recent, room, plain=terminal.plain())
+        self._clear()
+        self._shown = terminal.shown(text)[: terminal.width() - 1]
+        print(self._shown, end="", flush=True)
+
+    def _clear(self) -> None:
+        if self._live and self._shown:
+            print("\r" + " " * len(self._shown) + "\r", end="")
+            self._shown = ""
