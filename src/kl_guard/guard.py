@@ -595,10 +595,15 @@ class KLGuard:
         if self.folder is None or not self._writes():
             return None
         try:
-            return incidents.write(self.folder, decision, self.config, self.run_id, self.history)
+            written = incidents.write(self.folder, decision, self.config, self.run_id, self.history)
         except OSError as error:
             self._warn_once("incident", f"the incident could not be written: {error}")
             return None
+        try:
+            return incidents.write_report(self.folder, written.parent)
+        except Exception as error:
+            self._warn_once("report", f"the report could not be written: {error!r}")
+            return written
 
     def _decision(self, findings: tuple[Finding, ...]) -> Decision:
         if self._standing is None:

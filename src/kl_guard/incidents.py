@@ -49,3 +49,21 @@ def write(folder: Path, decision: Decision, config: GuardConfig, run_id: str, hi
     draft = target / "incident.json.tmp"
     draft.write_text(encode(record) + "\n")
     return draft.replace(path)
+
+
+def write_report(folder: Path, target: Path) -> Path:
+    """Write `report.html` of the run as its files in `folder` tell it, into `target`; return its path.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    ImportError
+        Without jinja2.
+    """
+    from kl_guard.report import render, story_of  # what it needs is loaded only when something has happened
+
+    path = target / "report.html"
+    draft = target / "report.html.tmp"
+    draft.write_text(render(story_of(folder)), encoding="utf-8")
+    return draft.replace(path)

@@ -59,6 +59,11 @@ class OutlierLedger:
             self._steps.pop()
         self._steps.append((step, tuple(outliers)))
 
+    @property
+    def last_step(self) -> int | None:
+        """The last step whose outliers are kept."""
+        return self._steps[-1][0] if self._steps else None
+
     def at(self, step: int) -> tuple[Outlier, ...]:
         """Return the outliers of a step, the largest first."""
         return next((outliers for s, outliers in self._steps if s == step), ())

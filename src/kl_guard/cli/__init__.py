@@ -47,10 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kl-guard {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    from kl_guard.cli import replaying, watching
+    from kl_guard.cli import replaying, reporting, watching
 
     replaying.add_to(commands)
     watching.add_to(commands)
+    reporting.add_to(commands)
     return parser
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kl_guard.checkpoints.soundness import problems
 from kl_guard.cli import terminal
 from kl_guard.cli.curve import sparkline
+from kl_guard.config import GuardConfig
+from kl_guard.findings import Checkpoint
+from kl_guard.history import History
 from kl_guard.logs import open_log
 from kl_guard.messages import describe
-from kl_guard.observation import Observation
 from kl_guard.replay import ReplayResult, replay
+from kl_guard.report import Story
 from kl_guard.series import from_log
 
 SECONDS = ("train_runtime", "_runtime", "runtime")  # since the start of the run, as logs have it
@@ -26,19 +30,51 @@ class Answer:
 
     log: str
     result: ReplayResult
-    steps: list[int]
-    kl: list[float | None]
+    history: History
     setting: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
-    checkpoints: int = 0
+    there: dict[int, Path] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     hours_saved: float | None = None
     money_saved: float | None = None
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The steps that were observed."""
+        return self.history.steps
+
+    @property
+    def kl(self) -> list[float | None]:
+        """Their KL."""
+        return list(self.history.column("kl_mean"))
 
     @property
     def steps_after(self) -> int:
         """Steps that were made after the guard would have stopped the run."""
         fired = self.result.fired_at
         return 0 if fired is None else self.steps[-1] - fired
+
+    def story(self) -> Story:
+        """Return what a report of it shows."""
+        decision = self.result.decision
+        shown = [
+            Checkpoint(step, str(path), calm=decision.reason is None or step < decision.reason.step)
+            for step, path in sorted(self.there.items())
+        ]
+        back = next((c.step for c in shown if c.path == self.checkpoint), None)
+        source = [] if self.result.source is None else [str(self.result.source)]
+        return Story(
+            title=self.log,
+            history=self.history,
+            findings=self.result.findings,
+            reason=decision.reason,
+            action=decision.action,
+            note="by this replay" if decision else "",
+            target=back,
+            checkpoints=shown,
+            config=self.config,
+            notes=[*source, *self.result.notes],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain values, ready for JSON."""
@@ -78,17 +114,27 @@ def answer(
         For a log or a knob that cannot be taken; the message has which.
     """
     result = replay(log, key=key, **overrides)
-    observations: list[Observation] = [observation for _, observation in from_log(open_log(log), key)]
-    steps = [observation.step for observation in observations]
+    history = _history(log, key)
     there = _checkpoints(Path(log))
     checkpoint = None
     if result.departure_step is not None:
-        departed = next((o for o in observations if o.step >= result.departure_step), None)
-        first = departed.first_step if departed else result.departure_step
+        index = history.index(result.departure_step)
+        first = history[index].first_step if index < len(history) else result.departure_step
         checkpoint = _way_back(there, first - 1)
-    saved = _hours_saved(log, steps, result, hours)
+    saved = _hours_saved(log, history.steps, result, hours)
     money = None if saved is None or cost_per_hour is None else saved * cost_per_hour
-    return Answer(log, result, steps, [o.kl_mean for o in observations], setting, checkpoint, len(there), saved, money)
+    config = asdict(GuardConfig.build(**overrides))
+    return Answer(log, result, history, setting, checkpoint, there, config, saved, money)
+
+
+def _history(log: str, key: str | None) -> History:
+    """Return the observations of a log; where steps go back, what came after is dropped, as in the run."""
+    history = History()
+    for _, observation in from_log(open_log(log), key):
+        if len(history) and observation.step <= history.steps[-1]:
+            history.truncate(observation.step - 1)
+        history.append(observation)
+    return history
 
 
 def as_text(one: Answer) -> str:
@@ -151,8 +197,8 @@ def _verdict(one: Answer) -> str:
         lines.append(f"The curve left its own regime at about step {result.departure_step}.")
     if one.checkpoint is not None:
         lines.append(f"Go back to {one.checkpoint}, the newest checkpoint here from before that.")
-    elif one.checkpoints:
-        lines.append(f"None of the {one.checkpoints} checkpoints beside this log is from before that.")
+    elif one.there:
+        lines.append(f"None of the {len(one.there)} checkpoints beside this log is from before that.")
     if one.hours_saved is not None:
         money = "" if one.money_saved is None else f", at this price {one.money_saved:,.2f}"
         lines.append(f"A halt would have saved {one.hours_saved:,.1f} hours{money}.")
@@ -184,7 +230,7 @@ def _way_back(there: dict[int, Path], behind: int) -> str | None:
     return None
 
 
-def _hours_saved(log: str, steps: list[int], result: ReplayResult, hours: float | None) -> float | None:
+def _hours_saved(log: str, steps: Sequence[int], result: ReplayResult, hours: float | None) -> float | None:
     fired = result.fired_at
     if fired is None or not steps:
         return None

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from kl_guard.cli import knobs
@@ -21,6 +22,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a log; several give a table")
     parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
+    parser.add_argument("--report", metavar="FILE", help="write the report of one log as an HTML file as well")
     parser.add_argument("--json", action="store_true", help="print JSON, one object for each log and setting")
     parser.add_argument(
         "--sweep",
@@ -47,6 +49,12 @@ def run(options: argparse.Namespace) -> int:
         for log in options.logs
         for setting in settings
     ]
+    if options.report:
+        if len(answers) != 1:
+            raise ValueError("--report takes one log and no --sweep")
+        from kl_guard.report import render
+
+        Path(options.report).write_text(render(answers[0].story()), encoding="utf-8")
     if options.json:
         for one in answers:
             json.dump(one.to_dict(), sys.stdout)
