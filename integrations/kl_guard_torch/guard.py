@@ -437,6 +437,8 @@ class TorchGuard:
         folder = self._own_folder("start") / "checkpoint-0"
         if self._write(folder, 0):
             self._note(0, folder, take=True)
+        if ranks.rank() == 0:
+            shutil.rmtree(folder.parent, ignore_errors=True)  # the checkpoint itself has become a pin
 
     def _keep_halted(self, step: int) -> None:
         if self._state is None or self._saves is None or not self.config.save_halted:

@@ -34,6 +34,7 @@ def test_back_to_the_start(tmp_path):
     made = loop.run(12, trouble(4), record=disturbed, save_every=100)
     assert made == [*range(1, 7), *range(1, 13)]
     assert disturbed == calm
+    assert not (tmp_path / "disturbed" / "kl_guard" / "start").exists()
 
 
 def test_a_new_process_goes_on_exactly(tmp_path):
