@@ -151,6 +151,8 @@ class KLGuardCallback(TrainerCallback):
         self._decided_at = self._last_logged = state.global_step
         before = self.guard
         self._idle = self._stands_aside(args, control)  # before anything that may fail: all ranks must agree on it
+        if self._capture is not None:
+            self._capture.watches = not self._idle
         if not self._idle:
             if reentry is None or not reentry.returning:
                 self.guard, self.rollbacks = None, []

@@ -74,6 +74,8 @@ class Capture:
 
     Attributes
     ----------
+    watches:
+        Whether anything is kept; off where another callback guards.
     why_no_steps, why_no_tokens:
         Why steps cannot be watched one by one, or tokens not at all; "" where they can.
     """
@@ -82,12 +84,14 @@ class Capture:
         self.trainer = trainer
         self.config = config
         self.probe = probe
+        self.watches = True
         self.why_no_steps = internals.why_no_steps(trainer)
         self.why_no_tokens = self.why_no_steps or internals.why_no_tokens(trainer)
         self._faults = faults
         self._step = Step()
         self._in_loss = self._generating = False
         self._logprobs: Tensor | None = None
+        self._with_gradient = False
         self._generated: list[Tensor] = []
         self._without_tokens = 0
         self._ends: tuple[int | None, tuple[int, ...]] | None = None
@@ -124,10 +128,10 @@ class Capture:
         accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def _compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.trainer.model.training:
+        if not (self.watches and self.trainer.model.training):
             return original(model, inputs, *args, **kwargs)
         before = self._faults.guarded(internals.metric_lengths, self.trainer) or {}
-        self._in_loss, self._logprobs = True, None
+        self._in_loss, self._logprobs, self._with_gradient = True, None, False
         try:
             loss = original(model, inputs, *args, **kwargs)
         finally:
@@ -138,7 +142,7 @@ class Capture:
         return loss
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.trainer.model.training:
+        if not (self.watches and self.trainer.model.training):
             return original(*args, **kwargs)
         before = self._faults.guarded(internals.metric_lengths, self.trainer) or {}
         self._generating, self._generated = True, []
@@ -153,11 +157,17 @@ class Capture:
 
     def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if self._in_loss:
-            self._logprobs = result[0].detach()
-        elif self._generating:
-            self._generated.append(result[0].detach())
+        if self._in_loss or self._generating:
+            self._faults.guarded(self._keep_scores, result)
         return result
+
+    def _keep_scores(self, result: Any) -> None:
+        """Keep log-probs; in a loss those with a gradient, since a subclass may score other models there as well."""
+        scores: Tensor = result[0]
+        if self._generating:
+            self._generated.append(scores.detach())
+        elif self._logprobs is None or (scores.requires_grad and not self._with_gradient):
+            self._logprobs, self._with_gradient = scores.detach(), scores.requires_grad
 
     # What is kept of it.
 

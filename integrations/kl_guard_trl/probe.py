@@ -86,6 +86,12 @@ class ReferenceProbe:
         writes:
             Whether this process writes the file.
         """
+        if self.why_not:
+            return
+        if self._given is self._policy:
+            self.why_not = "the reference given is the policy itself: give a copy of what it starts from"
+        elif self._given is None and self._has_adapter and _trains_biases(self._policy):
+            self.why_not = "this adapter trains biases of the base model, so with the adapter off it is no reference"
         if self.why_not or self._given is not None or self._has_adapter or (self._initial is not None and not fresh):
             return
         path = folder / NAME
@@ -98,10 +104,15 @@ class ReferenceProbe:
         if free is not None and free < need:
             self.why_not = f"a copy of the initial weights needs {_gb(need)} of memory, and {_gb(free)} are free"
             return
-        self._initial = _copy_to_cpu(model).eval().requires_grad_(False)
+        initial = _copy_to_cpu(model).eval().requires_grad_(False)
         if not fresh:
-            load_model(self._initial, str(path))
-        elif writes:
+            try:
+                load_model(initial, str(path))
+            except Exception as error:
+                self.why_not = f"the initial weights in {path} cannot be read ({error}); give a reference instead"
+                return
+        self._initial = initial
+        if fresh and writes:
             folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(folder).free < 2 * need:
                 logger.warning(
@@ -148,7 +159,8 @@ class ReferenceProbe:
         """Give the reference in eval mode on the device; afterwards everything is where and as it was."""
         if self._given is None and self._has_adapter:
             policy = self._policy
-            with _eval_mode(policy), policy.disable_adapter():  # type: ignore[operator]  # of peft
+            # PEFT makes all of an adapter trainable when it is switched on again, also what the user had frozen.
+            with _trainable_as_it_is(policy), _eval_mode(policy), policy.disable_adapter():  # type: ignore[operator]
                 yield policy
             return
         model = self._given if self._given is not None else self._initial
@@ -200,6 +212,17 @@ class ReferenceProbe:
 
 
 @contextmanager
+def _trainable_as_it_is(model: nn.Module) -> Iterator[None]:
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, was in trainable:
+            if parameter.requires_grad != was:
+                parameter.requires_grad_(was)
+
+
+@contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -209,6 +232,10 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _trains_biases(policy: Any) -> bool:
+    return any(getattr(one, "bias", "none") not in {"none", None} for one in policy.peft_config.values())
 
 
 def _copy_to_cpu(model: nn.Module) -> nn.Module:

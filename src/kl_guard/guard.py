@@ -147,7 +147,7 @@ class KLGuard:
 
     @property
     def level(self) -> int:
-        """0 calm, 1 suspicion or warning, 2 critical, -1 blind."""
+        """0 calm, 1 suspicion of a blow-up, 2 a decision to halt or go back, -1 blind."""
         if self.blind:
             return -1
         return 2 if self._standing is not None else int(self.suspicion)

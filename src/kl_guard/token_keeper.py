@@ -53,6 +53,9 @@ class TokenKeeper:
             stats = tokens.read()
         except AttributeError:
             stats = None
+        except Exception as error:
+            self._warn("tokens", f"tokens cannot be read, the step counts without them: {error!r}")
+            return None
         if isinstance(stats, TokenStats):
             return stats
         self._warn("tokens", f"tokens must be what summarize_tokens returns, got {type(tokens).__name__}")
@@ -73,7 +76,8 @@ class TokenKeeper:
     def recall(self) -> None:
         """Take over what an earlier process has kept."""
         if self._file is not None:
-            self.ledger.recall(self._file.tail())
+            records = self._file.tail()
+            self.ledger.recall(records if self._log_text else map(_without_text, records))
 
     def close(self) -> None:
         """Close the file."""
@@ -95,3 +99,12 @@ class TokenKeeper:
             self._text_of = None
             self._warn("text", f"the text of tokens is not known: {error!r}")
             return None
+
+
+def _without_text(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of an earlier process, which may have been allowed to keep text, without it."""
+    outliers = record.get("outliers")
+    if not isinstance(outliers, list):
+        return record
+    kept = [{k: v for k, v in o.items() if k not in {"text", "prompt"}} for o in outliers if isinstance(o, dict)]
+    return {**record, "outliers": kept}

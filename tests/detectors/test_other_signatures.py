@@ -252,6 +252,31 @@ def test_the_hard_ceiling_asks_the_same():
     assert [f.severity.value for f in guard.findings if f.signature == "KL_BLOWUP"] == ["warn"]
 
 
+@pytest.mark.parametrize("start", [5, 15, 30, 60])
+def test_one_token_that_is_wrong_from_some_step_on(start):
+    """The extreme log-ratio steps up and stays: a warning that says so, whatever step it begins at, and no halt."""
+    guard = KLGuard(announce=False)
+    for step in range(1, start + 60):
+        jitter = 0.01 * (step % 3)
+        kl, extreme = (1.5e6, 22.6 + jitter) if step >= start else (0.02, 0.4 + jitter)
+        tokens = {"kl_token_mean": kl, "kl_trimmed": 0.02, "log_ratio_extreme": extreme, "top_share": 1.0}
+        decision = guard._observe(Observation(step, kl_mean=kl, kl_max=4300 * kl, **tokens))
+    assert decision.action == "continue"
+    assert [f.severity.value for f in guard.findings if f.signature == "KL_BLOWUP"] == ["warn"]
+
+
+def test_a_token_that_goes_on_rising_halts():
+    """Three percent of the log-ratio a step, nothing else moves: that is training, not one wrong score."""
+    guard = KLGuard(announce=False)
+    for step in range(1, 80):
+        extreme = 8.0 * (1 + 0.03 * (step - 30)) if step >= 30 else 0.4
+        kl = math.exp(extreme) / 4300 if step >= 30 else 0.02
+        tokens = {"kl_token_mean": kl, "kl_trimmed": 0.02, "log_ratio_extreme": extreme, "top_share": 1.0}
+        if guard._observe(Observation(step, kl_mean=kl, kl_max=4300 * kl, **tokens)):
+            break
+    assert guard.decision.action == "halt"
+
+
 def test_the_founding_report_halts():
     """Torchforge 664: the extreme log-ratio rises from step to step, so the ceiling acts."""
     guard = KLGuard(announce=False)

@@ -189,3 +189,52 @@ def test_the_journal_replays_to_the_same_findings(tmp_path):
         (f.signature, f.step, f.severity) for f in guard.findings
     ]
     assert again.findings
+
+
+@pytest.mark.parametrize("prompts", [[None] * 8, [[{"role": "user", "content": "x" * 500}]] * 8])
+def test_prompts_of_any_kind(prompts):
+    """None, or messages of a chat: 80 characters of what they look like."""
+    batch = torch.zeros(8, 4)
+    policy = batch - torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
+    summary = summarize_tokens(policy, batch, batch == 0, prompts=prompts)
+    found = {outlier.prompt for outlier in summary.read().outliers}
+    assert found == {None if prompts[0] is None else str(prompts[0])[:80]}
+
+
+def test_tokens_that_cannot_be_read_cost_only_themselves(caplog):
+    """A lost device, say: the scalars of the step count, one warning, and the ceiling still acts."""
+
+    class Broken:
+        def read(self):
+            raise RuntimeError("CUDA error")
+
+    guard = KLGuard(rank=0)
+    for step in range(1, 4):
+        decision = guard.observe(step=step, kl_mean=1e5, tokens=Broken())
+    assert decision.action == "halt"
+    assert not guard.blind
+    assert caplog.text.count("tokens cannot be read") == 1
+
+
+def test_text_of_an_earlier_process_is_not_taken_over(tmp_path):
+    """What was written when text was allowed stays out of a run that must not have it."""
+    first = KLGuard(output_dir=tmp_path, announce=False, token_text=lambda token_id: "SECRET")
+    for step in range(1, 8):
+        first.observe(step=step, tokens=tokens(spike=9.0, seed=step))
+    first.close()
+    again = KLGuard(GuardConfig(log_text=False), output_dir=tmp_path, announce=False)
+    again.resumed(7)
+    assert again.outliers.at(7)
+    assert {outlier.text for step in range(1, 8) for outlier in again.outliers.at(step)} == {None}
+    before = (tmp_path / "kl_guard" / "journal.jsonl").stat().st_size
+    for step in range(8, 16):
+        again.observe(step=step, tokens=tokens(spike=9.0, seed=step))
+    again.close()
+    assert "SECRET" not in (tmp_path / "kl_guard" / "journal.jsonl").read_bytes()[before:].decode()
+
+
+def test_an_infinite_log_ratio_is_infinite_in_every_estimator():
+    """Not a large finite number that some rule takes for a mean."""
+    policy = torch.tensor([[-1.0, -math.inf]])
+    stats = summarize_tokens(policy, torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2)).read()
+    assert (stats.k1_mean, stats.k2_mean, stats.kl_token_mean) == (-math.inf, math.inf, math.inf)

@@ -346,3 +346,79 @@ def test_bad_references_are_refused():
         KLGuardCallback(probe="on")
     with pytest.raises(ValueError, match="probe_every must be a whole number of at least 1, got 0"):
         KLGuardCallback(probe_every=0)
+
+
+@pytest.mark.newest
+def test_a_trainer_that_returns_something_else_goes_on(make_trainer, caplog):
+    """A subclass whose scores are no pair of tensors: training is not disturbed."""
+    guard, trainer = attached(make_trainer, max_steps=2)
+    compute = trainer._compute_loss
+
+    def compute_loss(model, inputs):
+        loss = compute(model, inputs)
+        guard._capture._score(lambda: {"logps": None})
+        guard._capture._score(lambda: None)
+        return loss
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert len([r for r in caplog.records if "fault of the guard itself" in r.getMessage()]) == 1
+
+
+@pytest.mark.newest
+def test_a_second_model_scored_in_the_loss_is_not_taken_for_the_policy(make_trainer):
+    """A subclass scores a teacher with the trainer's own method, after the loss."""
+    guard, trainer = attached(make_trainer, max_steps=3)
+    compute = trainer._compute_loss
+
+    def compute_loss(model, inputs):
+        loss = compute(model, inputs)
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with torch.no_grad():
+            trainer._get_per_token_logps_and_entropies(
+                trainer.ref_model, ids, mask, inputs["completion_ids"].shape[1], compute_entropy=False
+            )
+        return loss
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    observed = kl_by_step(guard)
+    tokens = guard.guard.history.column("kl_token_mean")
+    assert observed[3] > 0
+    assert tokens[2] == pytest.approx(observed[3], rel=0.1)
+
+
+@pytest.mark.newest
+def test_the_probe_leaves_what_is_frozen_frozen(make_trainer):
+    """PEFT makes an adapter trainable when it is switched on again; the probe puts back what the user had set."""
+    guard = KLGuardCallback(probe="auto", probe_every=1)
+    trainer = make_trainer([guard], lora=True, **{**FAST, "beta": 0.0, "max_steps": 2})
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    guard.attach(trainer)
+    trainer.train()
+    assert math.isfinite(guard.guard.history[-1].kl_mean)
+    assert not any(p.requires_grad for name, p in trainer.model.named_parameters() if "lora_A" in name)
+
+
+@pytest.mark.newest
+def test_the_policy_is_no_reference(make_trainer, caplog):
+    """The same object as policy and reference measures one update: refused, with what to give instead."""
+    trainer = make_trainer([], **{**FAST, "beta": 0.0, "max_steps": 2})
+    guard = KLGuardCallback(probe="auto", reference=trainer.model)
+    guard.attach(trainer)
+    trainer.train()
+    assert "the reference given is the policy itself" in caplog.text
+
+
+@pytest.mark.newest
+def test_a_second_attached_callback_keeps_nothing(make_trainer):
+    """It does nothing, and holds on to no batch."""
+    first, trainer = attached(make_trainer, max_steps=3)
+    second = KLGuardCallback().attach(trainer)
+    trainer.train()
+    assert len(first.guard.history) == 3
+    assert second._capture._step.batches == []

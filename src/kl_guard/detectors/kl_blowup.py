@@ -72,9 +72,11 @@ class KLBlowup(Detector):
         """Whether a few tokens alone make a rise, or what is above the ceiling."""
         length = len(self.monitor)
         if rise is None:
-            return self.monitor.few_tokens(0, max(0, length - self._ceiling.length), self._config.hard_ceiling, 0)
+            onset = max(0, length - self._ceiling.length)
+            return self.monitor.few_tokens(0, onset, self._config.hard_ceiling, 0, onset)
         second_half = rise.start + (length - rise.start) // 2
-        return self.monitor.few_tokens(rise.start, rise.late_start, rise.threshold, second_half)
+        onset = self.monitor.onset(rise)
+        return self.monitor.few_tokens(rise.start, rise.late_start, rise.threshold, second_half, onset)
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
         finding = self._of_rise(observation, severity)

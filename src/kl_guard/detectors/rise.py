@@ -20,6 +20,7 @@ RECORD_FACTOR = 2.0
 GROWTH_SHARE = 0.2  # KL_GROWTH: share of abs_floor
 LOOK_BACK = 48  # observations before the onset in which the departure is looked for, at least
 CALMER = 0.25  # share of the slope after the knee that the slope before it may have
+GOES_ON = 1.1  # how far above the earlier half of the extremes since the onset the later one must lie
 TREND_OVER = 256  # observations in which the extreme log-ratio may rise, at most
 LEAST_KL = 1e-6  # nats per token; below it the logarithm shows rounding, not the policy
 
@@ -152,12 +153,13 @@ class RiseMonitor:
                 return onset if hinge is None else min(onset, start + hinge.knee)
             look_back *= 2
 
-    def few_tokens(self, start: int, first: int, threshold: float, trend_from: int) -> bool:
+    def few_tokens(self, start: int, first: int, threshold: float, trend_from: int, onset: int) -> bool:
         """Whether a few tokens alone make KL from position `first` on exceed a threshold; `start` begins the window.
 
         They do where KL without them stays under the threshold and has not grown itself, to `ratio` times its level at
         the start of the window or above a fifth of `abs_floor`; and the extreme log-ratio is not rising from position
-        `trend_from` on: drift of the whole policy is often worst on some tokens first.
+        `trend_from` on: drift of the whole policy is often worst on some tokens first. One that only steps up, at
+        the `onset`, and stays there is not rising: that is one token scored wrongly from then on.
         """
         early = self.trimmed[start : start + max(FEWEST, (len(self) - start) // 4)]
         late = self.trimmed[first:]
@@ -169,7 +171,7 @@ class RiseMonitor:
         extremes = [x for x in self.extremes[max(trend_from, len(self) - TREND_OVER) :] if not math.isnan(x)]
         trend = SlidingMannKendall(Series(extremes))
         trend.move(0, len(extremes))
-        return not trend.test().rising(self._config.alpha)
+        return not (trend.test().rising(self._config.alpha) and _goes_on(self.extremes[onset:]))
 
     def position(self, step: int) -> int:
         """Return the position of the first number observed at `step` or later."""
@@ -265,3 +267,10 @@ class RiseMonitor:
         return Rise(
             window.horizon, window.start, window.late_start, baseline, threshold, late_mean, late_median, trend.p, alpha
         )
+
+
+def _goes_on(extremes: list[float]) -> bool:
+    """Whether what stepped up goes on rising: its later half lies clearly above the earlier one."""
+    known = [x for x in extremes if not math.isnan(x)]
+    half = len(known) // 2
+    return half > 0 and statistics.median(known[half:]) > GOES_ON * statistics.median(known[:half])

@@ -86,7 +86,7 @@ class TokenSummary:
             return outlier
         samples, prompts = names
         sample = None if samples is None else samples[outlier.row]
-        prompt = None if prompts is None else prompts[outlier.row][:PROMPT]
+        prompt = None if prompts is None or prompts[outlier.row] is None else str(prompts[outlier.row])[:PROMPT]
         return replace(outlier, sample=sample, prompt=prompt)
 
 
