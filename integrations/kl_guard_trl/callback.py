@@ -24,7 +24,7 @@ from kl_guard_trl.attach import Reentry
 from kl_guard_trl.capture import Capture
 from kl_guard_trl.halted_state import HaltedState
 from kl_guard_trl.measurement import facts_of, reference_checksum
-from kl_guard_trl.probe import ReferenceProbe
+from kl_guard_trl.probe import ReferenceProbe, put_aside_initial
 from kl_guard_trl.way_back import OnRollback, WayBack, checkpoints_in
 
 logger = logging.getLogger("kl_guard")
@@ -379,8 +379,10 @@ class KLGuardCallback(TrainerCallback):
             return
         capture.forget()
         fresh = state.global_step == 0 and not (self._way is not None and self._way.resume_from is not None)
+        folder = Path(str(args.output_dir)) / "kl_guard" / "reference"
+        if fresh and args.process_index == 0:
+            self._faults.guarded(put_aside_initial, folder)
         if capture.probe is not None:
-            folder = Path(str(args.output_dir)) / "kl_guard" / "reference"
             prepare = functools.partial(capture.probe.prepare, folder, fresh=fresh, writes=args.process_index == 0)
             self._faults.guarded(prepare)
             reasons = [text for text in self._faults.shared(capture.probe.why_not) if text]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
+from kl_guard.paths import unused
 from kl_guard_trl import internals
 
 logger = logging.getLogger("kl_guard")
@@ -209,6 +210,13 @@ class ReferenceProbe:
     @property
     def _has_adapter(self) -> bool:
         return hasattr(self._policy, "peft_config") and hasattr(self._policy, "disable_adapter")
+
+
+def put_aside_initial(folder: Path) -> None:
+    """At a fresh start: initial weights of an earlier run in the same folder are not those of this one."""
+    path = folder / NAME
+    if path.is_file():
+        path.rename(unused(path))
 
 
 @contextmanager

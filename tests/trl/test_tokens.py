@@ -422,3 +422,20 @@ def test_a_second_attached_callback_keeps_nothing(make_trainer):
     trainer.train()
     assert len(first.guard.history) == 3
     assert second._capture._step.batches == []
+
+
+@pytest.mark.newest
+def test_initial_weights_of_an_earlier_run_are_not_taken(make_trainer, tmp_path, caplog):
+    """A fresh run without probe in a used folder, resumed with one: it says that there is nothing to measure with."""
+    settings = {**FAST, "beta": 0.0, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    first = make_trainer([], **settings)
+    KLGuardCallback(probe="auto").attach(first)
+    first.train()
+    assert (tmp_path / "run" / "kl_guard" / "reference" / "initial.safetensors").is_file()
+    second = make_trainer([], **settings)
+    KLGuardCallback().attach(second)
+    second.train()
+    third = make_trainer([], **{**settings, "max_steps": 4})
+    KLGuardCallback(probe="auto").attach(third)
+    third.train(resume_from_checkpoint=True)
+    assert "the initial weights of the resumed run are not in" in caplog.text
