@@ -15,7 +15,7 @@ def sparkline(values: Sequence[float | None], width: int, *, plain: bool = False
     """Return at most `width` characters, each the largest value of its share; a space where there is none.
 
     >>> sparkline([0.01, 0.02, 0.04, 0.08, 0.5, 3.0], 6)
-    '▁▂▃▄▆█'
+    '▁▁▂▃▆█'
     """
     if not values or width < 1:
         return ""
