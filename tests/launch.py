@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 HERE = Path(__file__).parent
@@ -26,7 +27,8 @@ def launch(script, *arguments, folder="trl", processes=2, timeout=300, path=()):
     try:
         out, errors = run.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
+        for process in [*psutil.Process(run.pid).children(recursive=True), run]:  # ranks are in groups of their own
+            process.send_signal(signal.SIGKILL)
         out, errors = run.communicate()
         pytest.fail(f"it hangs; last lines:\n{out[-2000:]}\n{errors[-2000:]}")
     assert run.returncode == 0, errors[-4000:]
