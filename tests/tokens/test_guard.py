@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -238,3 +239,24 @@ def test_an_infinite_log_ratio_is_infinite_in_every_estimator():
     policy = torch.tensor([[-1.0, -math.inf]])
     stats = summarize_tokens(policy, torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2)).read()
     assert (stats.k1_mean, stats.k2_mean, stats.kl_token_mean) == (-math.inf, math.inf, math.inf)
+
+
+def test_the_token_named_is_the_one(tmp_path):
+    """Of an infinite KL the infinite token; an id only where it stays the same, never one in the middle."""
+    guard = KLGuard(announce=False)
+    for step in range(1, 60):
+        generator = torch.Generator().manual_seed(step)
+        policy = -torch.rand(8, 60, generator=generator)
+        reference, ids = policy.clone(), torch.randint(10, 50, (8, 60), generator=generator)
+        policy[3, 20], ids[3, 20] = -math.inf, 7
+        reference[3, 20] = -1.0
+        guard.observe(step=step, tokens=summarize_tokens(policy, reference, torch.ones(8, 60), ids))
+    (found,) = [f for f in guard.findings if f.signature == "TOKEN_OUTLIER" and f.severity == "warn"]
+    assert "id 7" in found.causes[0].evidence
+    other = KLGuard(announce=False)
+    for step in range(1, 60):
+        batch = tokens(spike=9.0, seed=step)
+        stats = batch.read()
+        moved = [replace(o, token_id=[11, 15, 19][step % 3]) if o.token_id == 7 else o for o in stats.outliers]
+        other.observe(step=step, tokens=replace(stats, outliers=tuple(moved), id_of_share=[11, 15, 19][step % 3]))
+    assert not [c for f in other.findings for c in f.causes if "one token is scored differently" in c.name]

@@ -100,6 +100,11 @@ class Case:
         known = finite(values)[-3:]
         return statistics.median(known) if known else None
 
+    def same(self, name: str) -> float | None:
+        """Return the value that two of the last three steps share, of a metric that is a name and no quantity."""
+        last = finite(self.history.column(name)[max(0, len(self.history) - FEW) :])[-3:]
+        return next((value for value in reversed(last) if last.count(value) > 1), None)
+
     @property
     def first_kl(self) -> float | None:
         """KL at step 1 of a fresh run, where policy and reference should be equal; None where it is not known."""

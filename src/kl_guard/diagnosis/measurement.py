@@ -124,7 +124,7 @@ def end_of_sequence(case: Case) -> Scored | None:
 
 def particular_token(case: Case) -> Scored | None:
     """KL sits on one token id."""
-    share, token_id = _lasting(case, "id_share"), case.now("id_of_share")
+    share, token_id = _lasting(case, "id_share"), case.same("id_of_share")
     if share is None or token_id is None:
         return None
     worst = next((o for o in _recent(case) if o.token_id == int(token_id)), None)
@@ -194,7 +194,7 @@ def estimator(case: Case) -> Scored | None:
 
 def few_tokens(case: Case) -> Scored | None:
     """A few tokens carry the KL."""
-    outliers = [o for o in _recent(case) if math.isfinite(o.kl)]
+    outliers = [o for o in _recent(case) if not math.isnan(o.kl)]
     alone = bool(case.finding.evidence.get("few_tokens"))
     if not outliers and not alone:
         return None
