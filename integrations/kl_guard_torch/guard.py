@@ -114,6 +114,11 @@ class TorchGuard:
         models = _by_name("model", model, "state_dict")
         optimizers = _by_name("optimizer", optimizer, "param_groups")
         schedulers = _by_name("scheduler", scheduler, "load_state_dict")
+        if len(schedulers) == len(optimizers) == 1:
+            schedulers = dict(zip(optimizers, schedulers.values(), strict=True))
+        for name in schedulers:
+            if name not in optimizers:
+                raise ValueError(f"scheduler {name!r} has no optimizer of its name; there are: {', '.join(optimizers)}")
         for name, extra in (extras or {}).items():
             if not isinstance(extra, torch.Generator) and not callable(getattr(extra, "load_state_dict", None)):
                 raise TypeError(
@@ -193,7 +198,7 @@ class TorchGuard:
         path:
             The checkpoint to load.
         fresh:
-            Whether to begin anew whatever is in `output_dir`.
+            Whether to begin anew; checkpoints of an earlier run in `output_dir` are renamed to `earlier-checkpoint-N`.
 
         Raises
         ------
@@ -208,6 +213,8 @@ class TorchGuard:
             self._at = 0
             return 0
         self._faults.guarded(self._clean)
+        if fresh and ranks.rank() == 0:
+            self._faults.guarded(self._saves.put_earlier_aside)
         if not fresh and path is None and any(self._faults.shared(self._faults.guarded(self.guard.recover))):
             self.decision = self.guard.decision
             return self.rollback()
@@ -413,7 +420,7 @@ class TorchGuard:
         """Tell the guard of a checkpoint, with what a restored state is to be compared with; on every process."""
         assert self._state is not None  # noqa: S101 - asked by the caller
         if not self._saved_once:
-            self._saved_once = True
+            self._saved_once = step > 0  # at the start an optimizer has no state that could be unreadable
             try:
                 self._state.read(folder)
             except Exception as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kl_guard.checkpoints.manifest import sync
 from kl_guard.checkpoints.soundness import problems
+from kl_guard.paths import unused
 from kl_guard_torch import ranks
 
 logger = logging.getLogger("kl_guard")
@@ -55,6 +56,11 @@ class Saves:
         """Remove what an interrupted save left."""
         for draft in self.folder.glob(f"{DRAFT}*"):
             shutil.rmtree(draft, ignore_errors=True)
+
+    def put_earlier_aside(self) -> None:
+        """Rename checkpoints of an earlier run, so that they are not taken for those of the one that begins."""
+        for path in self.present().values():
+            path.rename(unused(path.with_name(f"earlier-{path.name}")))
 
     def write(self, target: Path, write: Callable[[Path], Any], put_aside: Callable[[Path], Any]) -> str:
         """Let every process write its part, and give the whole its name; return what went wrong, "" if nothing.

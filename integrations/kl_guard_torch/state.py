@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -82,7 +84,7 @@ class TrainingState:
             self._shards.write(folder / SHARDS)
         elif ranks.rank() == 0:
             torch.save({name: model.state_dict() for name, model in self.models.items()}, folder / WEIGHTS)
-            torch.save({name: o.state_dict() for name, o in self.optimizers.items()}, folder / OPTIMIZERS)
+            torch.save({name: _plain(o.state_dict()) for name, o in self.optimizers.items()}, folder / OPTIMIZERS)
         if ranks.rank() == 0:
             schedulers = {name: _plain(s.state_dict()) for name, s in self.schedulers.items()}
             scaler = None if self.scaler is None else self.scaler.state_dict()
@@ -126,11 +128,13 @@ class TrainingState:
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(read[OPTIMIZERS][name])
         for name, scheduler in self.schedulers.items():
-            scheduler.load_state_dict(read[PROGRESS]["schedulers"][name])
+            scheduler.load_state_dict(_typed(read[PROGRESS]["schedulers"][name], scheduler.state_dict()))
         if self.scaler is not None and read[PROGRESS]["scaler"] is not None:
             self.scaler.load_state_dict(read[PROGRESS]["scaler"])
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         if "own" in read:
             self._put_own(read["own"])
         return int(read[PROGRESS]["step"])
@@ -203,9 +207,22 @@ def _put_extra(extra: Any, state: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a state without types of its own (counters, named tuples), which a safe loader refuses."""
+    """Return a state without types of its own (counters, numpy's numbers), which a safe loader refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value] if isinstance(value, list) else tuple(_plain(item) for item in value)
     return value
+
+
+def _typed(saved: Any, now: Any) -> Any:
+    """Return what `_plain` made of a state with the counters that the object itself has."""
+    if isinstance(now, Counter) and isinstance(saved, dict):
+        return Counter(saved)
+    if isinstance(now, dict) and isinstance(saved, dict):
+        return {key: _typed(value, now.get(key)) for key, value in saved.items()}
+    if isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):
+        return [_typed(value, other) for value, other in zip(saved, now, strict=True)]
+    return saved

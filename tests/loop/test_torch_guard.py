@@ -226,6 +226,46 @@ def test_a_fresh_start_in_a_used_folder(tmp_path):
     assert loop.guard.resume(fresh=True) == 0
     loop.guard.step(1, 0.01)
     assert [o.step for o in loop.guard.guard.history] == [1]
+    assert loop.guard.save(1) is not None
+    loop.guard.close()
+    assert Loop(tmp_path).guard.resume() == 1  # not the newest of the run that was left
+    assert len(list(tmp_path.glob("earlier-checkpoint-*"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["numpy rates", "counters inside"])
+def test_schedulers_with_types_of_their_own(tmp_path, kind):
+    """Rates that are numpy's, and the counter of a MultiStepLR inside another: restored, and the steps after work."""
+    lr = torch.optim.lr_scheduler
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if kind == "numpy rates":
+        scheduler = lr.LambdaLR(optimizer, lambda k: 0.5 * (1 + np.cos(np.pi * k / 100)))
+    else:
+        scheduler = lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.MultiStepLR(optimizer, [4, 8])], [3])
+    guard = TorchGuard(action="rollback", model=model, optimizer=optimizer, scheduler=scheduler, output_dir=tmp_path)
+    step, rates = guard.resume(), {}
+    while step < 24:
+        step += 1
+        optimizer.step()
+        scheduler.step()
+        rates.setdefault(step, []).append(float(optimizer.param_groups[0]["lr"]))
+        decision = guard.step(step, trouble(12)(step, guard.attempt))
+        if decision.action == "rollback":
+            step = guard.rollback()
+        elif step % 5 == 0:
+            assert guard.save(step) is not None
+    assert guard.attempt == 1
+    assert all(again[1] == pytest.approx(0.5 * again[0]) for again in rates.values() if len(again) > 1)
+    guard.close()
+
+
+def test_a_scheduler_without_an_optimizer_of_its_name():
+    """A change of the learning rate would be undone by it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ValueError, match="scheduler 'c' has no optimizer of its name; there are: a, b"):
+        TorchGuard(optimizer={"a": optimizer, "b": optimizer}, scheduler={"c": scheduler})
 
 
 @pytest.mark.parametrize("action", ["halt", "rollback"])
