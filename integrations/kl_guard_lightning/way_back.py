@@ -14,7 +14,7 @@ from kl_guard_lightning.optimizers import Optimizers, Schedulers
 from kl_guard_lightning.savers import forget_what_is_gone
 from kl_guard_lightning.saves import Saves
 from kl_guard_torch import ranks
-from kl_guard_torch.changes import as_configured
+from kl_guard_torch.changes import change
 from kl_guard_torch.facts import RestoreFailed, differences
 
 logger = logging.getLogger("kl_guard")
@@ -172,13 +172,7 @@ class WayBack:
             trainer=self.trainer,
             module=module,
         )
-        if self.on_rollback is not None:
-            try:
-                self.on_rollback(made)
-                return made
-            except Exception:
-                logger.exception("kl-guard: on_rollback raised; what is configured is changed instead")
-        as_configured(made)
+        change(made, self.on_rollback)
         return made
 
     def _rates(self) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kl_guard import Checkpoint, Finding, GuardConfig, learning_rate
 from kl_guard.memory import Changes
+
+logger = logging.getLogger("kl_guard")
 
 SEED_STRIDE = 7919  # between the seeds of attempts: far enough that those of ranks do not meet
 
@@ -87,6 +90,20 @@ class RollbackContext:
     def beta_in_words(self) -> str:
         """Return what beta is now, where it is known."""
         return ""
+
+
+C = TypeVar("C", bound=RollbackContext)
+
+
+def change(context: C, on_rollback: Callable[[C], Any] | None) -> None:
+    """Let the user's function change things; without one, or where it raises, change what is configured."""
+    if on_rollback is not None:
+        try:
+            on_rollback(context)
+            return
+        except Exception:
+            logger.exception("kl-guard: on_rollback raised; what is configured is changed instead")
+    as_configured(context)
 
 
 def as_configured(context: RollbackContext) -> None:

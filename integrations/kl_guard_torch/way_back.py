@@ -13,7 +13,7 @@ import torch
 from kl_guard import Checkpoint, Decision, Finding, KLGuard
 from kl_guard.checkpoints.soundness import problems
 from kl_guard_torch import ranks
-from kl_guard_torch.changes import RollbackContext, as_configured
+from kl_guard_torch.changes import RollbackContext, change
 from kl_guard_torch.facts import RestoreFailed, differences
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.saves import Saves
@@ -131,7 +131,7 @@ class WayBack:
         )
         failed: list[str] = []
         try:
-            self._change(context)
+            change(context, self._on_rollback)
             failed = self._check(checkpoint, context.changes.learning_rate / context.held.learning_rate)
         except Exception as error:
             logger.exception("kl-guard: a fault in restoring")
@@ -146,15 +146,6 @@ class WayBack:
             checked = "checked: " + ", ".join(checkpoint.facts) if checkpoint.facts else "not checked"
             text = "kl-guard: back at step %d (attempt %d); %s. Restored and %s"
             logger.warning(text, checkpoint.step, self._guard.attempt, context.describe(), checked)
-
-    def _change(self, context: RollbackContext) -> None:
-        if self._on_rollback is not None:
-            try:
-                self._on_rollback(context)
-                return
-            except Exception:
-                logger.exception("kl-guard: on_rollback raised; what is configured is changed instead")
-        as_configured(context)
 
     def _check(self, checkpoint: Checkpoint, lr_factor: float) -> list[str]:
         expected = dict(checkpoint.facts)

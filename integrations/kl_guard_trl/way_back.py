@@ -13,7 +13,7 @@ from accelerate.utils import set_seed
 
 from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_torch import ranks
-from kl_guard_torch.changes import as_configured
+from kl_guard_torch.changes import change
 from kl_guard_torch.facts import RestoreFailed, differences, facts_of, fingerprint
 from kl_guard_torch.room import why_no_room
 from kl_guard_trl import internals, reference
@@ -224,13 +224,7 @@ class WayBack:
         )
         if self._original_beta is not None:
             internals.set_beta(self.trainer, self._original_beta)
-        if self.on_rollback is not None:
-            try:
-                self.on_rollback(made)
-                return made
-            except Exception:
-                logger.exception("kl-guard: on_rollback raised; what is configured is changed instead")
-        as_configured(made)
+        change(made, self.on_rollback)
         return made
 
     def _check(self, checkpoint: Checkpoint, lr_factor: float) -> list[str]:
