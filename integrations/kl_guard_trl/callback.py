@@ -301,9 +301,8 @@ class KLGuardCallback(TrainerCallback):
         )
 
     def _token_text(self, token_id: int) -> str:
-        """Return the text of a token, as the tokenizer writes it."""
         assert self._capture is not None  # noqa: S101 - only asked where tokens are seen
-        return str(internals.tokenizer(self._capture.trainer).convert_ids_to_tokens(token_id))
+        return internals.token_text(self._capture.trainer, token_id)
 
     def _keep_start(self, args: Any, state: TrainerState, model: Any) -> None:
         """Pin the state before the first step, where the guard may have to go back that far. On all ranks."""

@@ -201,6 +201,15 @@ def tokenizer(trainer: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
+def token_text(trainer: Any, token_id: int) -> str:
+    """Return the text of a token; as the tokenizer keeps it where it is no text by itself, such as half a character."""
+    known = tokenizer(trainer)
+    kept, text = str(known.convert_ids_to_tokens(token_id)), str(known.decode([token_id]))
+    if not text or "\ufffd" in text:
+        return kept
+    return f" {text}" if kept.startswith("\u2581") and not text.startswith(" ") else text  # SentencePiece strips it
+
+
 def special_ids(trainer: Any) -> tuple[int | None, tuple[int, ...]]:
     """Return the ids of padding and of the ends of sequence."""
     known = tokenizer(trainer)

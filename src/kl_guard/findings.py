@@ -46,11 +46,15 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """One possible cause: its name, what speaks for it in this run, and what to try."""
+    """One possible cause: its name, what speaks for it in this run, and what to try.
+
+    `settings` are values to try, by the trainer's own names, where the remedy comes down to some.
+    """
 
     name: str
     evidence: str
     remedy: str
+    settings: Mapping[str, float | bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

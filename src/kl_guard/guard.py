@@ -30,6 +30,7 @@ from kl_guard.stats import HorizonWindow
 from kl_guard.token_keeper import TokenKeeper, TokenText
 from kl_guard.token_stats import TokenStats, metrics_of
 from kl_guard.trainer_log import TrainerLog
+from kl_guard.versions import versions
 
 logger = logging.getLogger("kl_guard")
 
@@ -595,7 +596,9 @@ class KLGuard:
         if self.folder is None or not self._writes():
             return None
         try:
-            written = incidents.write(self.folder, decision, self.config, self.run_id, self.history)
+            written = incidents.write(
+                self.folder, decision, self.config, self.run_id, self.history, self._seen(decision)
+            )
         except OSError as error:
             self._warn_once("incident", f"the incident could not be written: {error}")
             return None
@@ -604,6 +607,12 @@ class KLGuard:
         except Exception as error:
             self._warn_once("report", f"the report could not be written: {error!r}")
             return written
+
+    def _seen(self, decision: Decision) -> incidents.Tokens | None:
+        """Return the tokens of the step that a decision rests on."""
+        step = decision.reason.step if decision.reason is not None else -1
+        outliers = self.outliers.at(step)
+        return incidents.Tokens(step, outliers, self._tokens.excerpts(step)) if outliers else None
 
     def _decision(self, findings: tuple[Finding, ...]) -> Decision:
         if self._standing is None:
@@ -626,7 +635,7 @@ class KLGuard:
 
     def _write_run(self) -> None:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
-        self._write("run", {"time": time.time(), **facts}, sync=True)
+        self._write("run", {"time": time.time(), **facts, "versions": versions()}, sync=True)
         if self._memory.facts:
             self._write("facts", {"facts": self._memory.facts})
 

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-import platform
-from dataclasses import asdict
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from kl_guard._version import __version__
 from kl_guard.config import GuardConfig
-from kl_guard.findings import Decision
+from kl_guard.findings import Decision, Finding
 from kl_guard.history import History
 from kl_guard.lines import encode
+from kl_guard.outliers import outlier_of
+from kl_guard.token_stats import Excerpt, Outlier
+from kl_guard.versions import versions
 
 RECENT = 200  # observations kept with an incident
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The outlier tokens of a step, the largest first, and what stands around the first of them."""
+
+    step: int
+    outliers: tuple[Outlier, ...]
+    excerpts: tuple[Excerpt, ...] = ()
+
+
 def folder_of(folder: Path, decision: Decision) -> Path:
-    """Return where a decision's incident is kept: `<folder>/incidents/<attempt>-<step>-<signature>`."""
-    reason = decision.reason
-    if reason is None:
+    """Return where a decision's incident is kept."""
+    if decision.reason is None:
         raise ValueError("a decision without a reason is no incident")
+    return incident_of(folder, decision.reason)
+
+
+def incident_of(folder: Path, reason: Finding) -> Path:
+    """Return where the incident that a finding led to is kept: `<folder>/incidents/<attempt>-<step>-<signature>`."""
     return folder / "incidents" / f"{reason.attempt}-{reason.step}-{reason.signature}"
 
 
-def write(folder: Path, decision: Decision, config: GuardConfig, run_id: str, history: History) -> Path:
+def write(
+    folder: Path, decision: Decision, config: GuardConfig, run_id: str, history: History, tokens: Tokens | None = None
+) -> Path:
     """Write `incident.json` and return its path.
 
     Raises
@@ -42,13 +61,39 @@ def write(folder: Path, decision: Decision, config: GuardConfig, run_id: str, hi
         "finding": reason.to_dict() if reason else None,
         "checkpoint": asdict(decision.checkpoint) if decision.checkpoint else None,
         "config": asdict(config),
-        "versions": {"kl_guard": __version__, "python": platform.python_version()},
+        "versions": versions(),
+        "tokens": None if tokens is None else _plain(tokens),
         "observations": [history[i].known() for i in recent],
     }
     path = target / "incident.json"
     draft = target / "incident.json.tmp"
     draft.write_text(encode(record) + "\n")
     return draft.replace(path)
+
+
+def tokens_in(folder: Path) -> Tokens | None:
+    """Return the tokens that an incident's folder keeps; None where there are none, or they make no sense."""
+    try:
+        record = json.loads((folder / "incident.json").read_text(encoding="utf-8"))["tokens"]
+        outliers = tuple(outlier_of(one) for one in record["outliers"])
+        excerpts = tuple(_excerpt(one) for one in record["excerpts"])
+        return Tokens(int(record["step"]), outliers, tuple(e for e in excerpts if 0 <= e.outlier < len(outliers)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _plain(tokens: Tokens) -> dict[str, Any]:
+    outliers = [outlier.to_dict() for outlier in tokens.outliers]
+    return {"step": tokens.step, "outliers": outliers, "excerpts": [asdict(excerpt) for excerpt in tokens.excerpts]}
+
+
+def _excerpt(record: Mapping[str, Any]) -> Excerpt:
+    ids = tuple(int(token_id) for token_id in record["token_ids"])
+    kl = tuple(None if value is None else float(value) for value in record["kl"])
+    texts = tuple(None if text is None else str(text) for text in record["texts"])
+    if not len(ids) == len(kl) == len(texts):
+        raise ValueError("an excerpt whose tokens, KL and texts are not equally many")
+    return Excerpt(int(record["outlier"]), int(record["start"]), ids, kl, texts)
 
 
 def write_report(folder: Path, target: Path) -> Path:

@@ -97,11 +97,20 @@ class OutlierLedger:
         for record in records:
             try:
                 step = int(record["step"])
-                outliers = [
-                    Outlier(**{name: value for name, value in one.items() if name in NAMES} | {"kl": float(one["kl"])})
-                    for one in record["outliers"]
-                ]
+                outliers = [outlier_of(one) for one in record["outliers"]]
             except (AttributeError, KeyError, TypeError, ValueError):
                 continue
             self.go_back(step)
             self.add(step, outliers)
+
+
+def outlier_of(record: Mapping[str, Any]) -> Outlier:
+    """Rebuild an outlier that `to_dict` returned.
+
+    Raises
+    ------
+    AttributeError, KeyError, TypeError, ValueError
+        For what is none.
+    """
+    known = {name: value for name, value in record.items() if name in NAMES}
+    return Outlier(**known | {name: float(known[name]) for name in ("kl", "policy_logprob", "ref_logprob")})

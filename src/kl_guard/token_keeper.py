@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kl_guard.lines import JsonLines
 from kl_guard.outliers import OutlierLedger
-from kl_guard.token_stats import Outlier, TokenStats
+from kl_guard.token_stats import Excerpt, Outlier, TokenStats
 
 NAME = "tokens.jsonl"
 
@@ -89,6 +90,16 @@ class TokenKeeper:
         if not self._log_text:
             return [outlier.described(None, None) for outlier in outliers]
         return [o.described(o.prompt, self._text(o.token_id)) if o.text is None else o for o in outliers]
+
+    def excerpts(self, step: int) -> tuple[Excerpt, ...]:
+        """Return what stood around a step's outliers, with its text.
+
+        There is none for steps before the latest, nor where no text may be kept: ids are text as well.
+        """
+        latest = self.ledger.latest
+        if latest is None or step != self.ledger.last_step or not self._log_text:
+            return ()
+        return tuple(replace(e, texts=tuple(self._text(token_id) for token_id in e.token_ids)) for e in latest.excerpts)
 
     def _text(self, token_id: int | None) -> str | None:
         if token_id is None or self._text_of is None:

@@ -25,7 +25,10 @@ INFINITE, NOT_A_NUMBER = BINS - 8, BINS - 4  # first bins of inf and of NaN
 PLACE_MASS = HEAD
 PLACE_TOKENS = PLACE_MASS + PLACES
 HISTOGRAM = PLACE_TOKENS + PLACES
-TOP = HISTOGRAM + BINS
+EXCERPTS, BEFORE, AROUND = 3, 40, 64  # of the largest tokens the neighbours: so many before, so many in all
+EXCERPT_FIELDS = 2  # token id (-1: beyond the completion, -2 - id: under the mask), log-ratio
+EXCERPT = HISTOGRAM + BINS
+TOP = EXCERPT + EXCERPTS * AROUND * EXCERPT_FIELDS
 TOP_FIELDS = 5  # policy log-prob, reference log-prob, token id, index in the batch, whether last of its completion
 
 LARGEST = float(np.finfo(np.float32).max)  # stands for an infinite log-ratio
@@ -70,9 +73,32 @@ class Outlier:
         place = (self.position, self.row, self.part, self.rank, self.sample)
         return Outlier(self.kl, self.policy_logprob, self.ref_logprob, self.token_id, *place, prompt, text)
 
+    @property
+    def completion(self) -> tuple[int, int, int]:
+        """Which completion it is in: rank, part, row."""
+        return (self.rank, self.part, self.row)
+
     def to_dict(self) -> dict[str, Any]:
         """Return what is known as plain values, ready for JSON."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A piece of a completion around an outlier.
+
+    `outlier` is its index among the outliers, `start` the position of the first token. `kl` is k3 in nats, None for
+    tokens that do not count; `texts` are the tokens', where they are known.
+    """
+
+    outlier: int
+    start: int
+    token_ids: tuple[int, ...]
+    kl: tuple[float | None, ...]
+    texts: tuple[str | None, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -114,6 +140,8 @@ class TokenStats:
         For each bucket of positions: first position, tokens, mass.
     outliers:
         The tokens with the largest KL, the largest first, those with NaN before all.
+    excerpts:
+        What stands around the first of them, where token ids are known: at most 3 pieces of 64 tokens.
     """
 
     tokens: int
@@ -138,6 +166,7 @@ class TokenStats:
     padding: int | None
     places: tuple[tuple[int, int, float], ...]
     outliers: tuple[Outlier, ...]
+    excerpts: tuple[Excerpt, ...] = ()
 
     @property
     def log_ratio_extreme(self) -> float:
@@ -158,9 +187,9 @@ class TokenStats:
         return replace(self, outliers=tuple(outliers))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stats as plain values, ready for JSON."""
+        """Return the stats as plain values, ready for JSON; without the excerpts, which are long."""
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name != "excerpts"},
             "quantiles": {str(q): value for q, value in self.quantiles.items()},
             "outliers": [outlier.to_dict() for outlier in self.outliers],
         }
@@ -211,7 +240,7 @@ def put_together(rows: Array, ranks: Sequence[int] | None = None) -> TokenStats:
         rest = float(total[K3_REST] + np.sum([o.kl for o in beyond]))
         mass = float(rest + np.sum([o.kl for o in outliers]))
     means = [part.mean for part in parts if part.tokens]
-    counts = total[HISTOGRAM:TOP].copy()
+    counts = total[HISTOGRAM:EXCERPT].copy()
     counts[0] -= len(listed)  # a row counts those that it lists as 0
     for outlier in beyond:
         counts[_bin_of(outlier.kl)] += 1
@@ -249,7 +278,24 @@ def put_together(rows: Array, ranks: Sequence[int] | None = None) -> TokenStats:
         padding=None if math.isnan(total[PADDING]) else int(total[PADDING]),
         places=tuple(places),
         outliers=outliers,
+        excerpts=_excerpts(outliers, parts),
     )
+
+
+def _excerpts(outliers: Sequence[Outlier], parts: Sequence[_Part]) -> tuple[Excerpt, ...]:
+    """Return what stands around the first outliers; one that an excerpt shows already gets none of its own."""
+    found: list[Excerpt] = []
+    for index, outlier in enumerate(outliers):
+        shown = any(
+            outliers[e.outlier].completion == outlier.completion and 0 <= outlier.position - e.start < len(e)
+            for e in found
+        )
+        excerpt = None if shown else parts[outlier.part].excerpt(outlier, index)
+        if excerpt is not None:
+            found.append(excerpt)
+        if len(found) == EXCERPTS:
+            break
+    return tuple(found)
 
 
 def k3(x: float) -> float:
@@ -276,7 +322,10 @@ class _Part:
         self.listed: list[Outlier] = []
         self.end_mass = float(row[END_MASS])
         self.place_mass = row[PLACE_MASS:PLACE_TOKENS].copy()
-        for policy, reference, token_id, index, ends in row[TOP:].reshape(-1, TOP_FIELDS).tolist():
+        self._around: dict[tuple[int, int], Array] = {}  # row and position to what stands there
+        around = row[EXCERPT:TOP].reshape(EXCERPTS, AROUND, EXCERPT_FIELDS)
+        top = row[TOP:].reshape(-1, TOP_FIELDS).tolist()
+        for place_in_list, (policy, reference, token_id, index, ends) in enumerate(top):
             kl = k3(reference - policy)
             if index < 0 or kl == 0:
                 continue  # fewer tokens than places in the list; a token without KL is no outlier
@@ -286,8 +335,26 @@ class _Part:
             known_id = None if token_id < 0 else int(token_id)
             place = (position, int(index) // width, part, rank)
             self.listed.append(Outlier(kl, policy, reference, known_id, *place))
+            if place_in_list < EXCERPTS and known_id is not None:
+                self._around[place[1], position] = around[place_in_list]
         with np.errstate(over="ignore"):
             self.mean = float(row[K3_REST] + np.sum([o.kl for o in self.listed])) / max(1, self.tokens)
+
+    def excerpt(self, outlier: Outlier, index: int) -> Excerpt | None:
+        """Return what stands around an outlier of this part, without what does not count at either end."""
+        around = self._around.get((outlier.row, outlier.position))
+        if around is None:
+            return None
+        counted = np.flatnonzero(around[:, 0] >= 0)
+        first, last = int(counted[0]), int(counted[-1]) + 1
+        ids = around[first:last, 0].astype(int).tolist()
+        log_ratios = around[first:last, 1].tolist()
+        return Excerpt(
+            index,
+            outlier.position - BEFORE + first,
+            tuple(i if i >= 0 else -2 - i for i in ids),
+            tuple(k3(x) if i >= 0 else None for i, x in zip(ids, log_ratios, strict=True)),
+        )
 
 
 def _place_in_list(outlier: Outlier) -> tuple[bool, float, int, int, int]:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from kl_guard import Checkpoint, GuardConfig, KLGuard
 from kl_guard.cli import main
 from kl_guard.history import History
+from kl_guard.incidents import Tokens
 from kl_guard.observation import Observation
 from kl_guard.report import Story, render, story_of
 from kl_guard.report.page import visible
 from kl_guard.report.thinning import thinned
-from kl_guard.token_stats import Outlier
+from kl_guard.token_stats import Excerpt, Outlier
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -88,6 +89,7 @@ def test_it_is_there_at_the_moment_of_the_incident(tmp_path):
     assert f"left its own regime at about step {reason.departure_step}" in page.text
     assert "The run was halted" in page.text
     assert "the learning rate is too high" in page.text
+    assert "learning_rate=5e-07, warmup_steps=20" in page.words  # to copy
     assert {"departure", "onset", "alarm"} <= {
         value.split()[-1] for _, name, value in page.attributes if name == "class"
     }
@@ -117,12 +119,12 @@ def test_what_comes_from_outside_is_text(tmp_path):
     history = History()
     history.append(Observation(1, kl_mean=0.5))
     outliers = [Outlier(9.0, -9.0, -0.5, 7, 3, 0, text=text, prompt=text) for text in HOSTILE]
+    excerpt = Excerpt(0, 3, (7,) * len(HOSTILE), (0.5,) * len(HOSTILE), tuple(HOSTILE))
     story = Story(
         title=HOSTILE[0],
         history=history,
         findings=(),
-        outliers=outliers,
-        outliers_at=1,
+        tokens=Tokens(1, tuple(outliers), (excerpt,)),
         checkpoints=[Checkpoint(1, text) for text in HOSTILE],
         config={text: text for text in HOSTILE},
         notes=HOSTILE,
@@ -143,10 +145,13 @@ def test_any_text_is_only_text(text):
     """Whatever a tokenizer gives."""
     history = History()
     history.append(Observation(1, kl_mean=0.5))
-    outlier = Outlier(9.0, -9.0, -0.5, 7, 3, 0, text=text, prompt=text)
-    plain = Story("run", history, (), outliers=[Outlier(9.0, -9.0, -0.5, 7, 3, 0, text="t", prompt="p")], outliers_at=1)
-    story = Story("run", history, (), outliers=[outlier], outliers_at=1)
-    assert Page(render(story)).tags == Page(render(plain)).tags
+
+    def page(text, prompt):
+        outlier = Outlier(9.0, -9.0, -0.5, 7, 3, 0, sample=text, text=text, prompt=prompt)
+        excerpt = Excerpt(0, 2, (5, 7, 9), (0.0, 9.0, None), (text, text, text))
+        return Page(render(Story("run", history, (), tokens=Tokens(1, (outlier,), (excerpt,)))))
+
+    assert page(text, text or "p").tags == page("t", "p").tags
 
 
 def test_long_runs_stay_small(tmp_path):

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kl_guard import GuardConfig, KLGuard, replay
+from kl_guard import GuardConfig, KLGuard, incidents, replay
+from kl_guard.report import story_of
 from kl_guard.tokens import summarize_tokens
 
 
@@ -260,3 +261,48 @@ def test_the_token_named_is_the_one(tmp_path):
         moved = [replace(o, token_id=[11, 15, 19][step % 3]) if o.token_id == 7 else o for o in stats.outliers]
         other.observe(step=step, tokens=replace(stats, outliers=tuple(moved), id_of_share=[11, 15, 19][step % 3]))
     assert not [c for f in other.findings for c in f.causes if "one token is scored differently" in c.name]
+
+
+def blown_up(folder, **knobs):
+    """A run that is halted because the policy leaves the reference, one token above all."""
+    config = GuardConfig(action="halt", **knobs)
+    guard = KLGuard(config, output_dir=folder, announce=False, token_text=lambda token_id: f"<{token_id}>")
+    for step in range(1, 60):
+        scale = 0.1 * 1.3 ** max(0, step - 25)
+        if guard.observe(step=step, tokens=tokens(scale=scale, spike=10 * scale, seed=step)):
+            break
+    guard.close()
+    return guard.decision.reason
+
+
+def test_an_incident_keeps_what_stands_around_the_tokens(tmp_path):
+    """Read back as it was, by the report too."""
+    reason = blown_up(tmp_path)
+    kept = incidents.tokens_in(incidents.incident_of(tmp_path / "kl_guard", reason))
+    assert kept.step == reason.step
+    worst = kept.excerpts[0]
+    place = kept.outliers[worst.outlier].position - worst.start
+    assert kept.outliers[worst.outlier].kl == pytest.approx(worst.kl[place])
+    assert worst.texts == tuple(f"<{token_id}>" for token_id in worst.token_ids)
+    assert len(worst) > 20
+    html = incidents.incident_of(tmp_path / "kl_guard", reason).joinpath("report.html").read_text()
+    assert html.count('class="piece') > sum(len(excerpt) for excerpt in kept.excerpts)
+    assert html.count(' largest"') == len(kept.excerpts)
+
+
+def test_no_excerpt_where_no_text_may_be_kept(tmp_path):
+    """Ids in their order are the text."""
+    reason = blown_up(tmp_path, log_text=False)
+    kept = incidents.tokens_in(incidents.incident_of(tmp_path / "kl_guard", reason))
+    assert kept.outliers
+    assert not kept.excerpts
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"tokens": 5}', '{"tokens": {"step": 1, "outliers": [{}]}}', "\x00"])
+def test_an_incident_that_makes_no_sense_has_no_tokens(tmp_path, text):
+    """The report takes those of the steps."""
+    reason = blown_up(tmp_path)
+    folder = incidents.incident_of(tmp_path / "kl_guard", reason)
+    (folder / "incident.json").write_text(text)
+    assert incidents.tokens_in(folder) is None
+    assert story_of(tmp_path / "kl_guard").tokens.step == reason.step

@@ -94,6 +94,39 @@ def test_a_divided_batch_says_the_same(seed, cuts, spikes):
     assert merged.kl_mean == pytest.approx(np.mean(means) if means else math.nan, nan_ok=True)
 
 
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 4),
+    width=st.integers(1, 150),
+    kept=st.sampled_from([0.1, 0.8, 1.0]),
+    ranks=st.integers(1, 3),
+)
+def test_excerpts_are_what_stands_around_the_largest(seed, rows, width, kept, ranks):
+    """Ids and KL of the neighbours, those under the mask marked; nothing of another row; no piece twice."""
+    batches = [batch(seed + rank, rows, width, kept=kept, spikes=2) for rank in range(ranks)]
+    for _, _, mask, ids in batches:
+        ids[~mask & (ids < 10)] = -100  # as labels have it
+    summaries = [summarize_tokens(*given, top_k=5) for given in batches]
+    stats = put_together(np.concatenate([summary.numpy() for summary in summaries]), range(ranks))
+    assert len(stats.excerpts) <= 3
+    assert bool(stats.excerpts) == bool(stats.outliers)
+    shown = set()
+    for excerpt in stats.excerpts:
+        largest = stats.outliers[excerpt.outlier]
+        policy, reference, mask, ids = (tensor[largest.row] for tensor in batches[largest.part])
+        kl = naive.k3((reference - policy).numpy())
+        first, last = max(0, largest.position - 40), min(width, largest.position + 24)
+        counts = [i for i in range(first, last) if mask[i]]
+        assert excerpt.start == counts[0]
+        assert excerpt.start + len(excerpt) == counts[-1] + 1
+        for i, (token_id, value) in enumerate(zip(excerpt.token_ids, excerpt.kl, strict=True), start=excerpt.start):
+            assert token_id == max(0, int(ids[i]))
+            assert (value is None) == (not mask[i])
+            assert value is None or value == pytest.approx(kl[i], rel=1e-5, abs=1e-7)
+        assert (largest.completion, largest.position) not in shown
+        shown |= {(largest.completion, excerpt.start + i) for i in range(len(excerpt))}
+
+
 def test_large_batches_are_searched_in_blocks():
     """More tokens than places in the list, blocks and a remainder: the list is exact, shares and quantiles near."""
     policy, reference, mask, ids = batch(7, 61, 777, scale=0.5)

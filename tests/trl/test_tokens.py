@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kl_guard.incidents import tokens_in
 from kl_guard_trl import KLGuardCallback
 from launch import launch
 from tiny_task import build_tokenizer
@@ -155,6 +156,31 @@ def test_tokens_have_text_and_prompts(make_trainer):
     telling = [outlier for outlier in line["outliers"] if outlier["kl"] > 0.01]
     assert len(telling) > 3
     assert all(len(outlier["prompt"].split()) == 3 for outlier in telling)
+
+
+def test_an_incident_shows_the_completion(make_trainer):
+    """The tokens around the largest are those that the policy wrote."""
+    shown = SetKL(lambda step: 1000.0 if step >= 5 else 0.01)
+    guard, trainer = attached(make_trainer, shown, max_steps=20)
+    generate, written = trainer._generate_and_score_completions, []
+
+    def noted(*args):
+        output = generate(*args)
+        written.extend(
+            row[counts.bool()].tolist()
+            for row, counts in zip(output["completion_ids"], output["completion_mask"], strict=True)
+        )
+        return output
+
+    trainer._generate_and_score_completions = noted
+    trainer.train()
+    (path,) = guard.guard.folder.glob("incidents/*")
+    tokens = tokens_in(path)
+    assert tokens.excerpts
+    for excerpt in tokens.excerpts:
+        assert any(list(excerpt.token_ids) == row[excerpt.start : excerpt.start + len(excerpt)] for row in written)
+        assert excerpt.texts == tuple(build_tokenizer().convert_ids_to_tokens(list(excerpt.token_ids)))
+    assert "Completion, positions" in (path / "report.html").read_text()
 
 
 def test_no_text_is_written_where_none_may_be(make_trainer):

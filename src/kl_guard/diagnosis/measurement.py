@@ -26,6 +26,7 @@ def dropout(case: Case) -> Scored | None:
         "dropout is on while log-probs are computed",
         f"{where}{_first_kl(case)}",
         "set every dropout of the model's configuration to 0 (in TRL: disable_dropout=True)",
+        {"disable_dropout": True},
     )
 
 

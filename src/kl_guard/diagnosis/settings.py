@@ -18,12 +18,16 @@ def beta(case: Case) -> Scored | None:
         jump = case.jump("beta")
         when = f" at step {jump[2]}" if jump else f" within {NEAR} observations before the departure"
         evidence = f"beta fell from {before:g} to {now:g}{when}"
-        return 0.95, Cause("the KL penalty was weakened", evidence, f"keep beta at {before:g}")
+        return 0.95, Cause(
+            "the KL penalty was weakened", evidence, f"keep beta at {before:g}", {"beta": rounded(before)}
+        )
     if now >= TINY_BETA:
         evidence = f"beta is {now:g}{_share(case, now)}; too little if KL still grows at the usual learning rate"
-        return 0.3, Cause("the KL penalty is too weak", evidence, f"raise beta to {2 * now:g} or more")
+        remedy = f"raise beta to {2 * now:g} or more"
+        return 0.3, Cause("the KL penalty is too weak", evidence, remedy, {"beta": rounded(2 * now)})
     weak = "is 0: nothing holds the policy near the reference" if now == 0 else f"is only {now:g}"
-    return 0.8, Cause("there is hardly any KL penalty", f"beta {weak}{_share(case, now)}", "set beta to 0.02 to 0.1")
+    evidence = f"beta {weak}{_share(case, now)}"
+    return 0.8, Cause("there is hardly any KL penalty", evidence, "set beta to 0.02 to 0.1", {"beta": 0.04})
 
 
 def _share(case: Case, weight: float) -> str:
@@ -39,7 +43,8 @@ def learning_rate(case: Case) -> Scored | None:
     rate = case.at("learning_rate", case.departure)
     if rate is None:
         evidence = "the learning rate was not logged; it is the most common cause"
-        return 0.4, Cause("the learning rate is too high", evidence, "halve it, add warm-up, or clip gradients harder")
+        remedy = "halve it, add warm-up, or clip gradients harder"
+        return 0.4, Cause("the learning rate is too high", evidence, remedy, {"max_grad_norm": 0.2, **_WARM_UP})
     jump = case.jump("learning_rate")
     if jump and jump[1] > jump[0]:
         return _raised(case, *jump)
@@ -51,7 +56,11 @@ def learning_rate(case: Case) -> Scored | None:
     gradient = f"; grad norm went from {norms[0]:.2g} to {norms[1]:.2g}" if norms and grown else ""
     evidence = f"it was {rate:g} at the departure{warming}{gradient}"
     remedy = f"halve it (to {rate / 2:g}), add warm-up" if rate > 0 else "check the schedule"
-    return 0.7 if grown or warming else 0.5, Cause("the learning rate is too high", evidence, remedy)
+    settings = {"learning_rate": rounded(rate / 2), **_WARM_UP} if rate > 0 else {}
+    return 0.7 if grown or warming else 0.5, Cause("the learning rate is too high", evidence, remedy, settings)
+
+
+_WARM_UP = {"warmup_steps": 20}
 
 
 def _raised(case: Case, before: float, after: float, step: int) -> Scored:
@@ -62,11 +71,18 @@ def _raised(case: Case, before: float, after: float, step: int) -> Scored:
     if after <= 1.1 * highest:
         evidence = f"it went back up from {before:g} to {after:g} {where}"
         remedy = f"let the schedule restart lower than {after:g}, or warm it up"
-        return 0.9, Cause("the learning rate was raised again (a restart of its schedule?)", evidence, remedy)
+        settings = {"learning_rate": rounded(after / 2), **_WARM_UP}
+        return 0.9, Cause("the learning rate was raised again (a restart of its schedule?)", evidence, remedy, settings)
     grown = f" ({times(after / before)})" if before > 0 else ""
     evidence = f"it went from {before:g} to {after:g}{grown} {where}"
     remedy = f"go back to a learning rate near {highest:g}, or raise it over many more steps"
-    return 0.99, Cause("the learning rate was raised", evidence, remedy)
+    settings = {"learning_rate": rounded(highest)} if highest > 0 else {}
+    return 0.99, Cause("the learning rate was raised", evidence, remedy, settings)
+
+
+def rounded(value: float) -> float:
+    """Return a value to set, without the digits that arithmetic leaves."""
+    return float(f"{value:.6g}")
 
 
 def reward(case: Case) -> Scored | None:
@@ -78,10 +94,12 @@ def reward(case: Case) -> Scored | None:
     old, new = statistics.mean(before), statistics.mean(now)
     if not new - old > 2 * statistics.pstdev(before) > 0:
         return None
+    weight = case.now("beta")
     return 0.45, Cause(
         "the reward is being exploited",
         f"reward rose from {old:.3g} to {new:.3g} while KL left its regime",
         "read some completions; bound the reward, or raise beta",
+        {"beta": rounded(2 * weight)} if weight else {},
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from kl_guard.history import History
+from kl_guard.incidents import Tokens
 from kl_guard.messages import headline
 from kl_guard.report.chart import Chart, Line, Mark, Scale, Steps, number, path
 from kl_guard.report.story import Story
 from kl_guard.report.thinning import thinned
-from kl_guard.token_stats import Outlier
+from kl_guard.token_stats import Excerpt, Outlier
 
 LONGEST = 200  # characters of a token or prompt that are shown
 OTHERS = {
@@ -34,8 +35,26 @@ class ShownToken:
     prompt: str
     heat: int
     kl: str
-    log_ratio: str
     outlier: Outlier
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token in its sequence; `heat` None where it does not count, `kl` what to say of it."""
+
+    text: str
+    kl: str
+    heat: int | None
+    largest: bool
+
+
+@dataclass(frozen=True)
+class ShownExcerpt:
+    """A piece of a completion: where it is, how its prompt begins, and its tokens."""
+
+    where: str
+    prompt: str
+    pieces: Sequence[Piece]
 
 
 def render(story: Story) -> str:
@@ -53,7 +72,9 @@ def render(story: Story) -> str:
         sentences=_sentences(story),
         kl=_kl_chart(story, steps),
         charts=[_chart(story, name, title, steps) for name, title in OTHERS.items() if _known(story.history, name)],
-        tokens=[_token(outlier) for outlier in story.outliers],
+        tokens=[_token(outlier) for outlier in story.tokens.outliers] if story.tokens else [],
+        excerpts=[_excerpt(story.tokens, excerpt) for excerpt in story.tokens.excerpts] if story.tokens else [],
+        tried=[_settings(cause.settings) for cause in story.reason.causes] if story.reason else [],
         headline=headline,
         number=number,
         steps=steps,
@@ -210,5 +231,36 @@ def _token(outlier: Outlier) -> ShownToken:
     text = (
         outlier.text if outlier.text is not None else f"id {outlier.token_id}" if outlier.token_id is not None else "?"
     )
-    heat = sum(outlier.kl > limit for limit in (0.1, 1.0, 10.0, 100.0)) if not math.isnan(outlier.kl) else 4
-    return ShownToken(text, outlier.prompt or "", heat, number(outlier.kl), number(outlier.log_ratio), outlier)
+    return ShownToken(text, outlier.prompt or "", _heat(outlier.kl), number(outlier.kl), outlier)
+
+
+def _heat(kl: float) -> int:
+    return sum(kl > limit for limit in (0.1, 1.0, 10.0, 100.0)) if not math.isnan(kl) else 4
+
+
+def _excerpt(tokens: Tokens, excerpt: Excerpt) -> ShownExcerpt:
+    largest = tokens.outliers[excerpt.outlier]
+    texts = excerpt.texts or (None,) * len(excerpt)
+    pieces = [
+        Piece(
+            f"id {token_id}" if text is None else text,
+            "does not count" if kl is None else f"KL {number(kl)}",
+            None if kl is None else _heat(kl),
+            excerpt.start + i == largest.position,
+        )
+        for i, (token_id, kl, text) in enumerate(zip(excerpt.token_ids, excerpt.kl, texts, strict=True))
+    ]
+    row = f"row {largest.row}" if largest.sample is None else f"sample {largest.sample}"
+    batch = f", batch {largest.part}" if largest.part else ""
+    rank = f", rank {largest.rank}" if largest.rank else ""
+    where = f"positions {excerpt.start} to {excerpt.start + len(excerpt) - 1} of {row}{batch}{rank}"
+    return ShownExcerpt(where, largest.prompt or "", pieces)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as arguments to copy.
+
+    >>> _settings({"learning_rate": 5e-07, "warmup_steps": 20})
+    'learning_rate=5e-07, warmup_steps=20'
+    """
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

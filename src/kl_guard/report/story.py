@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kl_guard._version import __version__
 from kl_guard.findings import Checkpoint, Finding
 from kl_guard.history import History
+from kl_guard.incidents import Tokens, incident_of, tokens_in
 from kl_guard.journal import read_journal
 from kl_guard.lines import JsonLines
 from kl_guard.memory import recall
 from kl_guard.outliers import OutlierLedger
 from kl_guard.token_keeper import NAME as TOKENS
-from kl_guard.token_stats import Outlier
+from kl_guard.versions import versions
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,9 @@ class Story:
     attempts: Sequence[Attempt] = ()
     checkpoints: Sequence[Checkpoint] = ()
     pinned: frozenset[int] = frozenset()
-    outliers: Sequence[Outlier] = ()
-    outliers_at: int | None = None
+    tokens: Tokens | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=lambda: {"kl_guard": __version__, "Python": _python()})
+    versions: Mapping[str, str] = field(default_factory=versions)
     notes: Sequence[str] = ()
 
 
@@ -70,9 +68,8 @@ def story_of(folder: Path) -> Story:
     reason = _reason(records, last)
     ledger = OutlierLedger()
     ledger.recall(JsonLines(folder / TOKENS).tail())
-    outliers, outliers_at = _outliers(ledger, reason)
     run: Mapping[str, Any] = next((record for record in reversed(records) if record["type"] == "run"), {})
-    config = run.get("config")
+    config, were = run.get("config"), run.get("versions")
     return Story(
         title=str(folder.parent),
         history=memory.history,
@@ -84,9 +81,9 @@ def story_of(folder: Path) -> Story:
         attempts=_attempts(records),
         checkpoints=sorted(memory.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
         pinned=frozenset(_pins(folder / "pins")),
-        outliers=outliers,
-        outliers_at=outliers_at,
+        tokens=_tokens(folder, ledger, reason),
         config=config if isinstance(config, Mapping) else {},
+        versions=were if isinstance(were, Mapping) else versions(),
         notes=notes,
     )
 
@@ -117,13 +114,11 @@ def _pins(folder: Path) -> Iterable[int]:
     return [int(name) for name in names if name.isdigit()]
 
 
-def _outliers(ledger: OutlierLedger, reason: Finding | None) -> tuple[tuple[Outlier, ...], int | None]:
-    """Return the outlier tokens of the step of the alarm, or the last that has any, and that step."""
-    if reason is not None and ledger.at(reason.step):
-        return ledger.at(reason.step), reason.step
+def _tokens(folder: Path, ledger: OutlierLedger, reason: Finding | None) -> Tokens | None:
+    """Return the outlier tokens of the step of the alarm, with what stood around them, or of the last that has any."""
+    if reason is not None:
+        found = tokens_in(incident_of(folder, reason))
+        if found is not None or ledger.at(reason.step):
+            return found or Tokens(reason.step, ledger.at(reason.step))
     step = ledger.last_step
-    return (ledger.at(step), step) if step is not None else ((), None)
-
-
-def _python() -> str:
-    return platform.python_version()
+    return Tokens(step, ledger.at(step)) if step is not None and ledger.at(step) else None

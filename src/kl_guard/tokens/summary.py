@@ -148,7 +148,7 @@ def summarize_tokens(
     width = policy_logprobs.shape[-1] if policy_logprobs.dim() else 1
     batch = _Batch(policy_logprobs, ref_logprobs, mask, token_ids, width)
     row = torch.zeros(layout.row_length(top_k), dtype=batch.real, device=policy_logprobs.device)
-    row[layout.TOP :] = -1.0
+    row[layout.EXCERPT :] = -1.0
     row[layout.WIDTH] = width
     row[layout.PADDING] = math.nan
     if batch.size:
@@ -170,7 +170,7 @@ class _Batch:
 
     def __init__(self, policy: Tensor, reference: Tensor, mask: Tensor, ids: Tensor | None, width: int) -> None:
         self.policy, self.reference = policy.detach().reshape(-1), reference.detach().reshape(-1)
-        self.ids = None if ids is None else ids.reshape(-1)
+        self.ids, self.mask = None if ids is None else ids.reshape(-1), mask.reshape(-1)
         self.width, self.size = width, policy.numel()
         self.real = torch.float32 if policy.device.type == "mps" else torch.float64
         dtype = torch.promote_types(torch.promote_types(policy.dtype, reference.dtype), torch.float32)
@@ -205,7 +205,7 @@ def _fill(row: Tensor, batch: _Batch, top_k: int) -> None:
     end_mass = kl.gather(1, batch.last.unsqueeze(1)).sum()
     row[layout.K1_SUM : layout.K3_REST + 1] = torch.stack([x.sum(), torch.dot(x, x), end_mass, line.sum()])
     row[layout.TOKENS] = tokens = batch.at_position.sum()
-    histogram = row[layout.HISTOGRAM : layout.TOP]
+    histogram = row[layout.HISTOGRAM : layout.EXCERPT]
     _count(line, histogram)
     histogram[0] += tokens - x.numel()  # what the mask and the padding put there
 
@@ -245,9 +245,25 @@ def _list_top(row: Tensor, batch: _Batch, top_k: int) -> Tensor:
     top[:, 0], top[:, 1] = batch.policy[inside], batch.reference[inside]
     if batch.ids is not None:
         top[:, 2] = batch.ids[inside]
+        _put_around(row, batch, batch.ids, inside[: layout.EXCERPTS])
     top[:, 3] = torch.where(kl == 0, -1, index)  # masked, padded, or without KL
     top[:, 4] = batch.last[inside // batch.width] == inside % batch.width
     return index
+
+
+def _put_around(row: Tensor, batch: _Batch, ids: Tensor, centres: Tensor) -> None:
+    """Put the neighbours of the largest tokens into the row."""
+    shape = (layout.EXCERPTS, layout.AROUND, layout.EXCERPT_FIELDS)
+    around = row[layout.EXCERPT : layout.TOP].view(shape)[: len(centres)]
+    centres = centres.unsqueeze(1)
+    index = centres + torch.arange(layout.AROUND, device=centres.device) - layout.BEFORE
+    there = index.div(batch.width, rounding_mode="floor") == centres.div(batch.width, rounding_mode="floor")
+    index = index.clamp(0, batch.size - 1)
+    tokens = ids[index].long()
+    around[..., 0] = torch.where(
+        there, torch.where(batch.mask[index].to(torch.bool), tokens, -2 - tokens.clamp(min=0)), -1
+    )
+    around[..., 1] = batch.x[index]
 
 
 def _padding(ids: Tensor, mask: Tensor, pad: int, ends: Iterable[int]) -> Tensor:
