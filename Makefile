@@ -7,6 +7,8 @@ FLOOR := .floor
 FLOOR_READY := $(FLOOR)/.ready
 ZERO := .deepspeed
 ZERO_READY := $(ZERO)/.ready
+AXE := .axe
+AXE_READY := $(AXE)/.ready
 
 # How the tests are spread over the cores; `make test WORKERS=` runs them one after another.
 WORKERS ?= --numprocesses auto --dist worksteal
@@ -38,10 +40,15 @@ $(ZERO_READY): constraints-deepspeed.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(ZERO) --requirement constraints-deepspeed.txt
 	touch $@
 
+$(AXE_READY): tests/browser.sh
+	mkdir -p $(AXE)
+	sh tests/browser.sh $(AXE)
+	touch $@
+
 demo: $(READY) ## Train two real GRPO runs on the CPU: one healthy, one that blows up and is halted.
 	$(BIN)/python examples/trl_grpo.py --output-dir demo-output
 
-test: $(READY) $(FLOOR_READY) $(ZERO_READY) ## Run all tests; those of TRL on the newest and on the lowest supported version.
+test: $(READY) $(FLOOR_READY) $(ZERO_READY) $(AXE_READY) ## Run all tests; those of TRL on the newest and on the lowest supported version.
 	$(BIN)/python -m pytest $(WORKERS) -m 'not soak'
 	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest $(WORKERS) -m 'trl and not soak and not newest' tests/trl
 
@@ -68,4 +75,4 @@ format: $(READY) ## Format, and fix what can be fixed.
 	$(BIN)/ruff format .
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(FLOOR) $(ZERO) demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) $(ZERO) $(AXE) browser-output demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

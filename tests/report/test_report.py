@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stories import HOSTILE, run_into_trouble
 
-from kl_guard import Checkpoint, GuardConfig, KLGuard
+from kl_guard import Checkpoint
 from kl_guard.cli import main
 from kl_guard.history import History
 from kl_guard.incidents import Tokens
@@ -20,17 +21,6 @@ from kl_guard.report import Story, render, story_of
 from kl_guard.report.page import visible
 from kl_guard.report.thinning import thinned
 from kl_guard.token_stats import Excerpt, Outlier
-
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</style><img src=x onerror=alert(1)>",
-    "\u202eright to left\u202c",
-    "\x00\x1b[2J\x07",
-    '" onmouseover="alert(1)',
-    "{{ 7 * 7 }}{% raw %}",
-    "&lt;b&gt;",
-    "x" * 10_000,
-]
 
 
 class Page(HTMLParser):
@@ -63,21 +53,6 @@ class Page(HTMLParser):
     @property
     def text(self):
         return " ".join(" ".join(self.words).split())
-
-
-def run_into_trouble(folder, action="halt", **more):
-    """A run that blows up, with checkpoints; return the guard."""
-    guard = KLGuard(GuardConfig(action=action), output_dir=folder, announce=False, **more)
-    for step in range(1, 80):
-        decision = guard.observe(step, 0.02 * 1.6 ** max(0, step - 40), reward=0.01 * step, learning_rate=1e-6)
-        if decision:
-            break
-        if step % 10 == 0:
-            (folder / f"checkpoint-{step}").mkdir(parents=True)
-            (folder / f"checkpoint-{step}" / "weights.bin").write_bytes(b"weights")
-            guard.checkpoint_saved(step, folder / f"checkpoint-{step}")
-    guard.checkpoints.wait()
-    return guard
 
 
 def test_it_is_there_at_the_moment_of_the_incident(tmp_path):

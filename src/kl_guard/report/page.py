@@ -25,6 +25,7 @@ OTHERS = {
     "beta": "Weight of the KL penalty (beta)",
 }
 MOST_EVENTS = 60  # checkpoints drawn
+SPREAD = 5.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,12 @@ def _events(story: Story, steps: Steps) -> list[Mark]:
 def _chart(story: Story, name: str, title: str, steps: Steps) -> Chart:
     points = _points(story.history, name)
     values = [value for _, value in points if value is not None]
-    scale = Scale(values, logarithmic=name in {"grad_norm", "learning_rate"} and min(values) > 0)
-    chart = Chart(title, f"{title} from {number(values[0])} to {number(values[-1])}.")
+    spread = min(values) > 0 and max(values) > SPREAD * min(values)
+    scale = Scale(values, logarithmic=name in {"grad_norm", "learning_rate"} and spread)
+    steady = min(values) == max(values)
+    chart = Chart(
+        title, f"{number(values[0])} throughout." if steady else f"From {number(values[0])} to {number(values[-1])}."
+    )
     chart.lines = [Line("mean", title, path(points, steps, scale))]
     chart.ticks = [Mark(_from_top(scale, value), "tick", number(value)) for value in scale.ticks()]
     if story.reason is not None and story.reason.departure_step is not None:
