@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: its code is run, its commands are executed, their output is compared."""
+"""What the documentation shows is what happens: its code runs, its commands print what it says."""
 
 from __future__ import annotations
 
