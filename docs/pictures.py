@@ -40,6 +40,8 @@ NAMES = {
     "top_share": "share on a\nthousandth",
     "reference_checksum": "checksum of\nthe reference",
 }
+_ATTRIBUTE = re.compile(r' (?:d|x|y|x1|x2|y1|y2|width|height|transform)="[^"]*"')
+_NUMBER = re.compile(r"\d+\.\d{3,}")
 Row = dict[str, float]
 
 
@@ -187,7 +189,11 @@ def draw(name: str, path: Path) -> None:
         figure.savefig(path, dpi=110, metadata=metadata if path.suffix == ".svg" else None)
         plt.close(figure)
     if path.suffix == ".svg":
-        path.write_text(re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", path.read_text()))
+        path.write_text(_ATTRIBUTE.sub(lambda found: _NUMBER.sub(_rounded, found[0]), path.read_text()))
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}"
 
 
 def _fill(area: Any, panel: Panel, picture: Picture, name: str) -> None:
