@@ -2,7 +2,7 @@
 
 A comment on a line of its own, before a block, says how it is run:
 
-- `<!-- given: trl -->`: with the names that the function `trl` of `given.py` returns;
+- `<!-- given: trl -->`: with the names that the function `trl` of `given.py` returns, and in the folder that it fills;
 - `<!-- method: module -->`: the function that it defines is put into the class of `module`;
 - `<!-- prints -->`: the block is what the one before it has logged.
 
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
 RUN = ("python", "console")
 _FENCE = re.compile(
     r"^(?:<!-- (given|method|prints)(?:: (\w+))? -->\n+)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE
@@ -72,3 +73,15 @@ def fits(shown: str, output: str) -> bool:
 def shape(text: str) -> str:
     """Return a text without its figures: what differs between machines does not count."""
     return re.sub(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", "#", text)
+
+
+def not_in(output: str, shown: str) -> list[str]:
+    """Return the lines of a shown output that a real one does not have, figures aside."""
+    lines = {shape(line.strip()) for line in output.splitlines()}
+    return [line for line in shown.splitlines() if shape(line.strip()) not in lines]
+
+
+def text_with(part: str, path: Path = README) -> str:
+    """Return the one text block of a page that has a part."""
+    (text,) = [block.text for block in blocks_of(path) if block.language == "text" and part in block.text]
+    return text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +56,7 @@ def lightning() -> dict[str, Any]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return {"module": Policy(), "loader": torch.ones(20, 1, 2), "settings": settings}
+    return {"module": Policy(), "loader": torch.ones(20, 1, 2), "settings": settings, "BETA": 0.1}
 
 
 def loop() -> dict[str, Any]:
@@ -81,6 +84,39 @@ def loop() -> dict[str, Any]:
         "mask": zeros == 0,
         "ids": zeros.long(),
     }
+
+
+def batch() -> dict[str, Any]:
+    """The log-probs of a batch, and a guard."""
+    from kl_guard import KLGuard
+
+    names = ("policy_logprobs", "ref_logprobs", "mask", "ids")
+    return {name: value for name, value in loop().items() if name in names} | {"guard": KLGuard(), "step": 1}
+
+
+def runs() -> dict[str, Any]:
+    """Logs of finished runs, the folder of one that had the guard, and the command of a scheduler."""
+    from kl_guard import GuardConfig, KLGuard
+    from kl_guard.tokens import summarize_tokens
+
+    with Path("docs/data/kl_blowup.csv").open(newline="") as file:
+        kls = [(int(row["step"]), float(row["kl_mean"])) for row in csv.DictReader(file)]
+    rows = [{"step": step, "kl": kl, "loss": 0.1} for step, kl in kls]
+    Path("run").mkdir()
+    Path("run/trainer_state.json").write_text(json.dumps({"log_history": rows, "global_step": len(rows)}))
+    for name in ("a.jsonl", "b.jsonl", "train.log"):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("log.txt").write_text("".join(f"{row}\n" for row in rows))
+    guard = KLGuard(GuardConfig(action="warn"), output_dir="run", announce=False)
+    known = batch()
+    tokens = summarize_tokens(known["policy_logprobs"], known["ref_logprobs"], known["mask"], token_ids=known["ids"])
+    for row in rows:
+        guard.observe(row["step"], row["kl"], tokens=tokens)
+    guard.close()
+    Path("bin").mkdir()
+    Path("bin/scancel").write_text('#!/bin/sh\necho "$1" > stopped\n')
+    Path("bin/scancel").chmod(0o755)
+    return {}
 
 
 def accelerate() -> dict[str, Any]:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import given
 import pytest
-from blocks import PAGES, ROOT, RUN, blocks_of, commands_of, fits, name_of
+from blocks import PAGES, README, ROOT, RUN, blocks_of, commands_of, fits, name_of
+
+ALL = [README, *PAGES]
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # what frameworks warn of is theirs
@@ -22,7 +24,7 @@ pytestmark = [
 
 def pages_with(language):
     """Pages that have a block of a language."""
-    pages = [page for page in PAGES if any(block.language == language for block in blocks_of(page))]
+    pages = [page for page in ALL if any(block.language == language for block in blocks_of(page))]
     return pytest.mark.parametrize("page", pages, ids=name_of)
 
 
@@ -42,7 +44,7 @@ def test_code_runs(page, caplog, capsys):
     """Each block as it stands, the blocks of a page in turn; prompts give what is shown."""
     names = {"__name__": "__main__"}
     for block in blocks_of(page):
-        if block.marker == "given":
+        if block.marker == "given" and block.language == "python":
             names |= getattr(given, block.argument)()
         if block.marker == "prints":
             assert any(fits(block.text, record) for record in logged(caplog)), (block.text, logged(caplog))
@@ -68,30 +70,49 @@ def logged(caplog):
 
 
 @pages_with("console")
-def test_commands_print_what_is_shown(page, tmp_path):
+def test_commands_print_what_is_shown(page):
     """Each `$ command`, in a shell, on a terminal of 100 columns."""
-    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    environment = os.environ | {"PATH": os.pathsep.join(paths), "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "integrations")])}
     for block in blocks_of(page):
         for command, shown in commands_of(block) if block.language == "console" else ():
-            run = subprocess.run(
-                ["bash", "-c", command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=60,
-            )
+            run = shell(command)
             assert fits(shown, run.stdout), f"{name_of(page)}: $ {command}\n{run.stdout}\nis not\n{shown}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_commands_of_the_readme_run():
+    """Each line, in a folder that has what it names."""
+    (block,) = [block for block in blocks_of(README) if block.language == "bash" and block.marker == "given"]
+    getattr(given, block.argument)()
+    lines = block.text.splitlines()
+    assert len(lines) > 4
+    for line in lines:
+        run = shell(line)
+        assert run.returncode == (1 if " watch " in line else 0), f"$ {line}\n{run.stdout}"
+    assert Path("out.html").is_file()
+    assert Path("stopped").read_text() == "4711\n"
+
+
+def shell(command):
+    """Run a command as a reader would; return its status and what it has printed."""
+    paths = [str(Path("bin").absolute()), str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = os.environ | {"PATH": os.pathsep.join(paths), "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "integrations")])}
+    return subprocess.run(
+        ["bash", "-c", command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
 def test_every_block_is_of_a_kind_that_is_known(page):
     """Python and console blocks are run; bash is for what installs, text for what a run has logged."""
     for block in blocks_of(page):
         assert block.language in (*RUN, "bash", "text"), f"{name_of(page)}, line {block.line}"
-        if block.language == "bash":
+        if block.language == "bash" and not block.marker:
             assert re.match(r"(pip install|make) ", block.text), f"{name_of(page)}, line {block.line}: run it instead"
         assert block.marker != "given" or hasattr(given, block.argument)
     assert page.read_text().count("\n```") == 2 * len(blocks_of(page)), "a block was not understood"
