@@ -128,6 +128,14 @@ def test_the_comparison_is_the_one_of_the_readme():
     assert all(row in (DOCS / "detector.md").read_text() for row in table)
 
 
+def test_the_page_about_the_report_goes_through_it():
+    """Every part of the report, by its heading and in its order."""
+    template = (ROOT / "src/kl_guard/report/templates/report.html").read_text()
+    heads = [head.partition(" at step")[0].strip() for head in re.findall(r"<h2[^>]*>([^<{]+)", template)]
+    said = re.findall(r"^\*\*([^*]+?)\.?\*\*", (DOCS / "report.md").read_text(), re.MULTILINE)
+    assert [head for head in said if head in heads] == heads
+
+
 def test_links_of_the_readme_lead_somewhere():
     """To files, and to headings in them."""
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
