@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pictures
 import pytest
 import yaml
 from blocks import DOCS, PAGES, ROOT
+from blocks import README as README_FILE
 
 from kl_guard import GuardConfig, KLGuard, detectors
 
@@ -134,6 +136,23 @@ def test_the_page_about_the_report_goes_through_it():
     heads = [head.partition(" at step")[0].strip() for head in re.findall(r"<h2[^>]*>([^<{]+)", template)]
     said = re.findall(r"^\*\*([^*]+?)\.?\*\*", (DOCS / "report.md").read_text(), re.MULTILINE)
     assert [head for head in said if head in heads] == heads
+
+
+@pytest.mark.parametrize("adapter", ["trl", "lightning"])
+def test_what_a_rollback_may_change_is_there(adapter):
+    """Names of the context that pages and README use are those of the adapter that they are about."""
+    context = importlib.import_module(f"kl_guard_{adapter}").RollbackContext
+    known = {field.name for field in fields(context)} | set(dir(context))
+    used = set()
+    for page in (README_FILE, *PAGES):
+        part = page.read_text()
+        if page == README_FILE:
+            part = part.split("## Use it with Lightning")[adapter == "lightning"].split("\n## Use it in a loop")[0]
+        elif (adapter == "lightning") != (page.stem == "lightning"):
+            continue
+        used |= set(re.findall(r"\bcontext\.(\w+)", part))
+    assert "new_noise" in used
+    assert used <= known
 
 
 def test_links_of_the_readme_lead_somewhere():
