@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-floor lint types format soak bench clean
+.PHONY: help setup demo test test-floor docs lint types format soak bench clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -63,6 +63,9 @@ bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelle
 	$(BIN)/python benchmarks/overhead.py
 	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 
+docs: $(READY) ## Build the documentation into site/; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(READY) ## Check format and lint.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -75,4 +78,4 @@ format: $(READY) ## Format, and fix what can be fixed.
 	$(BIN)/ruff format .
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(FLOOR) $(ZERO) $(AXE) browser-output demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) $(ZERO) $(AXE) browser-output demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis site
