@@ -79,7 +79,7 @@ def tensorboard(folder: Path) -> list[Row]:
     of_names = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     rows: list[Row] = []
     levels = next(points for tag, points in of_names.items() if tag.endswith("kl_guard/level"))
-    places = {tag: 0 for tag in of_names}
+    places = dict.fromkeys(of_names, 0)
     for step, _ in levels:  # each name has its points in order; a step may come again after a rollback
         row = {}
         for tag, points in of_names.items():
@@ -92,8 +92,11 @@ def tensorboard(folder: Path) -> list[Row]:
 
 def wandb(folder: Path, step: str) -> list[Row]:
     """Return the rows of the only offline run below a folder; `step` is the name under which a framework logs it."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.finish()
+    wandb.teardown()  # waits for its process, which may still be writing
     (path,) = folder.rglob("run-*.wandb")
     rows = []
     for data in _records(path.read_bytes()):

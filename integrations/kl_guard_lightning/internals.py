@@ -63,7 +63,7 @@ def send_logs(trainer: Any) -> None:
 
     Every process must call this. Nothing is sent where this version of Lightning does it in another way.
     """
-    connector = getattr(trainer, "_logger_connector", None)
+    connector: Any = getattr(trainer, "_logger_connector", None)
     if trainer.log_every_n_steps and hasattr(connector, "log_metrics") and hasattr(connector, "metrics"):
         connector.log_metrics(connector.metrics["log"])
 

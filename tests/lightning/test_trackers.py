@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import trackio
-import wandb
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -69,7 +68,6 @@ def run(folder, kl, guard, fit=pl.Trainer.fit, **settings):
         ]
         trainer = trainer_of(folder, [guard, each(1, dirpath=folder / "saved")], logger=loggers, **settings)
         fit(trainer, Scores(kl), loader())
-        wandb.finish()
         shown = {
             "tensorboard": tracked.tensorboard(folder),
             "wandb": tracked.wandb(folder, "trainer/global_step"),

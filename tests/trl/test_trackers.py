@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-import wandb
 
 import tracked
 from kl_guard_trl import KLGuardCallback
@@ -24,7 +23,6 @@ def run(make_trainer, tmp_path):
             trainer = make_trainer([*callbacks, guard], report_to=TRACKERS, **arguments)
             guard.attach(trainer)
             trainer.train()
-            wandb.finish()
             shown = {
                 "tensorboard": tracked.tensorboard(tmp_path),
                 "wandb": tracked.wandb(tmp_path, "train/global_step"),
