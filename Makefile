@@ -50,7 +50,7 @@ demo: $(READY) ## Train two real GRPO runs on the CPU: one healthy, one that blo
 
 test: $(READY) $(FLOOR_READY) $(ZERO_READY) $(AXE_READY) ## Run all tests; those of TRL on the newest and on the lowest supported version.
 	$(BIN)/python -m pytest $(WORKERS) -m 'not soak'
-	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest $(WORKERS) -m 'trl and not soak and not newest' tests/trl
+	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR):tests/floor $(BIN)/python -m pytest $(WORKERS) -m 'trl and not soak and not newest' tests/trl
 
 soak: $(READY) ## Run the long repeats as well.
 	$(BIN)/python -m pytest -m soak

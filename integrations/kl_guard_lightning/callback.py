@@ -13,6 +13,7 @@ import torch
 
 from kl_guard import Checkpoint, Decision, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard.token_stats import TokenStats
+from kl_guard_lightning import internals
 from kl_guard_lightning.base import Callback
 from kl_guard_lightning.keeping import Keeping
 from kl_guard_lightning.limits import expected_steps, limits
@@ -204,6 +205,7 @@ class KLGuardCallback(Callback):
         if agreed == STOP and not self.halted:
             self._settle(decision, trainer)
             if self._goes_back:
+                self._faults.guarded(internals.send_logs, trainer)  # the trainer does not get to it
                 self._leave(trainer)
                 raise GoingBack
         if self.halted:

@@ -179,6 +179,8 @@ class KLGuardCallback(TrainerCallback):
             decision = self._observe_step(self._capture, args, state)
             self._wants_halt = self._wants_halt or bool(decision)
             self._decide(True, args, state, control, kwargs.get("model"))
+            if self._stopped and args.logging_strategy != "no":
+                control.should_log = True  # due or not: it is this step that one will look for
         self._keep_stopping(control)
 
     def on_optimizer_step(
@@ -428,21 +430,23 @@ class KLGuardCallback(TrainerCallback):
             **hosts.values_of(metrics),
         )
         self._observed_at = step
-        if stats is not None:
-            self._show(capture.trainer, guard, stats)
+        self._show(capture.trainer, guard, stats)
         if decision:
             self.decision = decision
         return decision
 
-    def _show(self, trainer: Any, guard: KLGuard, stats: TokenStats) -> None:
-        """Put figures into the logs that every tracker sees."""
+    def _show(self, trainer: Any, guard: KLGuard, stats: TokenStats | None) -> None:
+        """Put figures into the logs that every tracker sees: the level of each step, and what was measured in it."""
         last = guard.history[-1]
-        largest = {"kl_max": last.kl_max, "log_ratio_max": stats.log_ratio_extreme, "level": float(guard.level)}
-        for name, value in largest.items():
-            internals.add_metric(trainer, f"kl_guard/{name}", math.nan if value is None else value, largest=True)
-        internals.add_metric(trainer, "kl_guard/kl_mean", math.nan if last.kl_mean is None else last.kl_mean)
-        internals.add_metric(trainer, "kl_guard/kl_token_mean", stats.kl_token_mean)
-        internals.add_metric(trainer, "kl_guard/top_share", stats.top_share)
+        largest = {"level": float(guard.level), "kl_max": last.kl_max}
+        means = {"kl_mean": last.kl_mean}
+        if stats is not None:
+            largest["log_ratio_max"] = stats.log_ratio_extreme
+            means |= {"kl_token_mean": stats.kl_token_mean, "top_share": stats.top_share}
+        for figures in (largest, means):
+            for name, value in figures.items():
+                if value is not None and not math.isnan(value):
+                    internals.add_metric(trainer, f"kl_guard/{name}", value, largest=figures is largest)
 
     def _decide(
         self, due: bool, args: Any, state: TrainerState, control: TrainerControl, model: torch.nn.Module | None
