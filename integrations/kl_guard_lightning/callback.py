@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kl_guard import Checkpoint, Decision, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard.alerts import Alerts, OnIncident
 from kl_guard.token_stats import TokenStats
 from kl_guard_lightning import internals
 from kl_guard_lightning.base import Callback
@@ -58,6 +59,9 @@ class KLGuardCallback(Callback):
         Called with a `RollbackContext` after each rollback, to change what is to be done otherwise in the place of
         `lr_factor` and `new_noise`. The weight of a KL penalty is the module's own: this is the place to raise it, and
         in a buffer of the module it is saved with the checkpoints to come.
+    alerts, on_incident:
+        Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
+        with an `Incident`.
     **overrides:
         Single knobs by name, such as `action="warn"`.
 
@@ -77,6 +81,8 @@ class KLGuardCallback(Callback):
     TypeError, ValueError
         For a knob that does not exist or a value that is not allowed. A ValueError out of `fit`, after the first batch
         that logs something, for a name given here that is not among what was logged.
+    ModuleNotFoundError
+        For alerts by URL without the package apprise.
     KLGuardHalted
         Out of `fit` after a halt, with `on_halt="raise"`.
     """
@@ -89,9 +95,12 @@ class KLGuardCallback(Callback):
         kl_max: str = Usual("kl_max"),
         output_dir: str | os.PathLike[str] | None = None,
         on_rollback: OnRollback | None = None,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
         **overrides: Any,
     ) -> None:
         self.config = GuardConfig.build(config, **overrides)
+        self._alerts = Alerts(alerts, on_incident)
         if on_rollback is not None and not callable(on_rollback):
             raise TypeError(f"on_rollback must be a function of one argument, or None, got {on_rollback!r}")
         for name, value in (("kl_mean", kl_mean), ("kl_max", kl_max)):
@@ -250,6 +259,7 @@ class KLGuardCallback(Callback):
             output_dir=self.output_dir(trainer),
             rank=int(trainer.global_rank),
             expected_observations=expected,
+            alerts=self._alerts,
         )
 
     def output_dir(self, trainer: Any) -> Path | None:

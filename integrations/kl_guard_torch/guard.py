@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kl_guard import Decision, GuardConfig, KLGuard, KLGuardHalted, learning_rate
+from kl_guard.alerts import OnIncident
 from kl_guard.observation import as_step
 from kl_guard.paths import unused
 from kl_guard.token_keeper import TokenText
@@ -65,6 +66,9 @@ class TorchGuard:
         How many steps the whole run will make, where known: short runs get a shorter warm-up.
     token_text:
         Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`.
+    alerts, on_incident:
+        Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
+        with an `Incident`.
     **overrides:
         Single knobs by name, such as `action="rollback"`.
 
@@ -81,6 +85,8 @@ class TorchGuard:
     ------
     TypeError, ValueError
         For a knob that does not exist, a value that is not allowed, or an object of the wrong kind.
+    ModuleNotFoundError
+        For alerts by URL without the package apprise.
 
     Examples
     --------
@@ -108,6 +114,8 @@ class TorchGuard:
         on_rollback: Callable[[RollbackContext], Any] | None = None,
         expected_steps: int | None = None,
         token_text: TokenText | None = None,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
         **overrides: Any,
     ) -> None:
         config = GuardConfig.build(config, **overrides)
@@ -146,6 +154,8 @@ class TorchGuard:
             rank=ranks.rank(),
             expected_observations=expected_steps,
             token_text=token_text,
+            alerts=alerts,
+            on_incident=on_incident,
         )
         self.decision = Decision()
         self.halted = False

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kl_guard import Decision, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard.alerts import Alerts, OnIncident
 from kl_guard.token_stats import TokenStats
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
@@ -50,6 +51,9 @@ class KLGuardCallback(TrainerCallback):
         `lr_factor`, `beta_factor` and `new_noise`.
     reference:
         A model that `probe="auto"` measures KL against where the trainer has no reference (beta 0).
+    alerts, on_incident:
+        Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
+        with an `Incident`.
     **overrides:
         Single knobs by name, such as `action="warn"`.
 
@@ -68,6 +72,8 @@ class KLGuardCallback(TrainerCallback):
     ------
     TypeError, ValueError
         For a knob that does not exist or a value that is not allowed.
+    ModuleNotFoundError
+        For alerts by URL without the package apprise.
     KLGuardHalted
         Out of `trainer.train()` after a halt, with `on_halt="raise"`.
     """
@@ -78,9 +84,12 @@ class KLGuardCallback(TrainerCallback):
         *,
         on_rollback: OnRollback | None = None,
         reference: torch.nn.Module | None = None,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
         **overrides: Any,
     ) -> None:
         self.config = GuardConfig.build(config, **overrides)
+        self._alerts = Alerts(alerts, on_incident)
         if on_rollback is not None and not callable(on_rollback):
             raise TypeError(f"on_rollback must be a function of one argument, or None, got {on_rollback!r}")
         self.guard: KLGuard | None = None
@@ -300,6 +309,7 @@ class KLGuardCallback(TrainerCallback):
             rank=args.process_index,
             expected_observations=expected,
             token_text=self._token_text,
+            alerts=self._alerts,
         )
 
     def _token_text(self, token_id: int) -> str:

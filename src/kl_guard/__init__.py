@@ -6,6 +6,7 @@
 """
 
 from kl_guard._version import __version__
+from kl_guard.alerts import Incident
 from kl_guard.config import GuardConfig
 from kl_guard.findings import Cause, Checkpoint, Decision, Finding, KLGuardHalted, Severity
 from kl_guard.guard import KLGuard
@@ -18,6 +19,7 @@ __all__ = [
     "Decision",
     "Finding",
     "GuardConfig",
+    "Incident",
     "KLGuard",
     "KLGuardHalted",
     "Observation",

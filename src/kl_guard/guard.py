@@ -13,6 +13,7 @@ from typing import Any
 
 from kl_guard import incidents
 from kl_guard._version import __version__
+from kl_guard.alerts import Alerts, OnIncident, incident_of
 from kl_guard.checkpoints import Keeper, sizes_of
 from kl_guard.config import GuardConfig, KLKind
 from kl_guard.decisions import before_the_trouble, choose, target
@@ -60,6 +61,17 @@ class KLGuard:
         Whether findings are logged (logger `kl_guard`).
     token_text:
         Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`; outlier tokens are shown with it.
+    alerts:
+        Apprise URLs that hear of each incident; those in the environment variable `KL_GUARD_ALERTS` where None.
+    on_incident:
+        Called with an `Incident` for each, on a thread of its own.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        For URLs without the package apprise.
+    TypeError, ValueError
+        For an argument that is not allowed.
 
     Examples
     --------
@@ -82,8 +94,11 @@ class KLGuard:
         expected_observations: int | None = None,
         announce: bool = True,
         token_text: TokenText | None = None,
+        alerts: Alerts | Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
     ) -> None:
         self.config = GuardConfig.build(config)
+        self._alerts = Alerts.build(alerts, on_incident)
         if expected_observations is not None and not (
             isinstance(expected_observations, int) and expected_observations >= 0
         ):
@@ -428,6 +443,7 @@ class KLGuard:
             self._write("decision", {"time": time.time(), "action": "halt", "note": why, "step": self._last_step()})
             if self._announces:
                 logger.error("kl-guard: halting: %s", decision.note)
+            self._alert(decision, decision.reason)
         except Exception:
             self._fail("giving up")
 
@@ -459,12 +475,13 @@ class KLGuard:
         return self._panel.windows()
 
     def close(self) -> None:
-        """Close the journal and let another guard use the folder."""
+        """Close the journal and let another guard use the folder; alerts under way get up to 10 s to be sent."""
         try:
             self.checkpoints.close()
             self._tokens.close()
             if self._journal is not None:
                 self._journal.close()
+            self._alerts.close()
         except Exception:
             self._fail("closing")
 
@@ -527,6 +544,8 @@ class KLGuard:
         for finding in findings:
             if finding is not reason:
                 self._report(finding)
+            if finding in asking and self.config.action == "warn":
+                self._alert(Decision(findings=(finding,)), finding)
         if reason is not None:
             self._stand(reason)
         return self._decision(findings)
@@ -559,19 +578,25 @@ class KLGuard:
         """
         self._standing = Decision("halt", (), None, reason)
         self._say(reason)
+        written = None
+        try:
+            self._decide(reason)
+            written = self._write_incident(self._standing)
+            if self._announces:
+                logger.error("kl-guard: %s", describe_decision(self._standing))
+                if written is not None:
+                    logger.error("kl-guard: the incident is in %s", written)
+        finally:
+            self._alert(self._standing, reason, written)
+
+    def _decide(self, reason: Finding) -> None:
         records: list[dict[str, Any]] = [{"type": "finding", **_record_of(reason)}]
         try:
-            decision, facts = self._decided(reason)
-            self._standing = decision
+            self._standing, facts = self._decided(reason)
             records.append({"type": "decision", "time": time.time(), **facts})
         finally:
             if self._journal is not None:
                 self._journal.write_together(records)
-        written = self._write_incident(decision)
-        if self._announces:
-            logger.error("kl-guard: %s", describe_decision(decision))
-            if written is not None:
-                logger.error("kl-guard: the incident is in %s", written)
 
     def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
         """Return the decision for `reason`, and what the journal keeps of it."""
@@ -613,6 +638,30 @@ class KLGuard:
         step = decision.reason.step if decision.reason is not None else -1
         outliers = self.outliers.at(step)
         return incidents.Tokens(step, outliers, self._tokens.excerpts(step)) if outliers else None
+
+    def _alert(self, decision: Decision, finding: Finding | None, written: Path | None = None) -> None:
+        """Let somebody know, once for each incident of the run, whatever process it is in by now."""
+        try:
+            targets = self._alerts.targets(tracked=self._announces) if self.rank == 0 else {}
+            incident = incident_of(
+                decision,
+                finding,
+                step=self._last_step() if finding is None else finding.step,
+                attempt=self.attempt,
+                run_id=self.run_id,
+                output_dir=None if self.folder is None else self.folder.parent,
+                written=written,
+            )
+            if not targets or incident.key in self._memory.alerted:
+                return
+            self._memory.alerted.add(incident.key)
+            attempt, step, signature, action = incident.key
+            facts = {"attempt": attempt, "step": step, "signature": signature, "action": action}
+            if self._begun:
+                self._write("alert", {"time": time.time(), **facts})
+            self._alerts.send(incident, targets)
+        except Exception as error:
+            self._warn_once("alert", f"an alert was not sent ({type(error).__name__}); training goes on")
 
     def _decision(self, findings: tuple[Finding, ...]) -> Decision:
         if self._standing is None:
@@ -750,10 +799,15 @@ class KLGuard:
 
     def _fail(self, doing: str) -> None:
         """A fault of the guard itself: said once per place, with its traceback; the run goes on."""
-        self.blind = True
+        news, self.blind = not self.blind, True
         if doing not in self._warned:
             self._warned.add(doing)
             logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
+        if news:
+            note = (
+                f"A fault of the guard itself in {doing}: it is blind there from now on, and training goes on unwatched"
+            )
+            self._alert(Decision(note=f"{note}. The log has the traceback"), None)
 
 
 def _record_of(finding: Finding) -> dict[str, Any]:

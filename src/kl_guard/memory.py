@@ -46,6 +46,7 @@ class Memory:
 
     `mid_run` says that the history does not reach back to the beginning of the run, `since_rollback` how many
     observations there were since the last rollback, `pending` to which step a rollback was decided and not made yet.
+    `alerted` are the keys of incidents that were sent (`Incident.key`): they stay, wherever the run goes back to.
     """
 
     run_id: str | None = None
@@ -63,6 +64,7 @@ class Memory:
     returned: Return | None = None
     pending: int | None = None
     pending_failure: Failure | None = None
+    alerted: set[tuple[int, int, str, str]] = field(default_factory=set)
 
     def go_back(self, step: int) -> None:
         """Forget what came after `step`."""
@@ -141,6 +143,9 @@ def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
         memory.changes[int(record["attempt"])] = changes
     elif kind == "facts":
         memory.facts.update(record["facts"])
+    elif kind == "alert":
+        key = int(record["attempt"]), int(record["step"]), str(record["signature"]), str(record["action"])
+        memory.alerted.add(key)
     elif kind == "decision":
         departure, to_step = record.get("departure"), record.get("to_step")
         failure = Failure(

@@ -94,7 +94,7 @@ def replay(
     built = GuardConfig.build(built, **told)
     steps = iter(series)
     first = list(islice(steps, 4 * built.warmup + 1))  # as many as it takes to see whether the run is short
-    guard = KLGuard(built, rank=0, expected_observations=len(first), announce=False)
+    guard = KLGuard(built, rank=0, expected_observations=len(first), announce=False, alerts=())
     findings: list[Finding] = []
     decision = Decision()
     notes: list[str] = []

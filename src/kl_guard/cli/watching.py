@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_guard.cli import knobs
 
 if TYPE_CHECKING:
     from kl_guard import Decision, Finding, KLGuard
+    from kl_guard.alerts import Alerts
 
 CRITICAL = 1
 
@@ -33,6 +36,13 @@ def add_to(commands: Any) -> None:
         help="a shell command to run on a critical finding; its environment has KL_GUARD_SIGNATURE, KL_GUARD_STEP, "
         "KL_GUARD_ONSET, KL_GUARD_DEPARTURE and KL_GUARD_LOG",
     )
+    parser.add_argument(
+        "--alert",
+        action="append",
+        metavar="URL",
+        help="an apprise URL to send an alert to on a critical finding; may be given again. Others on the machine see "
+        "it in the list of processes: the environment variable KL_GUARD_ALERTS is the place for secrets",
+    )
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")
     parser.add_argument(
         "--idle", type=float, default=None, metavar="SECONDS", help="end with 0 when nothing came for so long"
@@ -46,20 +56,24 @@ def run(options: argparse.Namespace) -> int:
     import logging
 
     from kl_guard import GuardConfig, KLGuard
+    from kl_guard.alerts import Alerts
     from kl_guard.logs import Follower
 
     if not options.interval > 0:
         raise ValueError(f"--interval must be a number above 0, got {options.interval}")
     logging.getLogger("kl_guard").addHandler(logging.StreamHandler(sys.stderr))
-    guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0)
+    alerts = Alerts(options.alert)
+    guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
-    with Follower(options.log) as follower, _View(options.log) as view:
+    with closing(alerts), Follower(options.log) as follower, _View(options.log) as view:
         while True:
             rows = follower.poll()
             for row in rows:
                 decision = _take(guard, row, options.key)
                 for finding in decision.findings:
                     view.say(finding)
+                    if finding.severity == "critical" or finding == decision.reason:
+                        _tell(alerts, guard, finding, options)
                 if decision:
                     view.show(guard)
                     return _act(decision, options)
@@ -83,6 +97,24 @@ def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
     if step is not None and len(guard.history) and step < guard.history.steps[-1]:
         guard.resumed(max(0, step - 1))
     return guard.log(row, step, key=key)
+
+
+def _tell(alerts: Alerts, guard: KLGuard, finding: Finding, options: argparse.Namespace) -> None:
+    """Send an alert: the run itself goes on, as far as can be known here."""
+    from kl_guard import Decision
+    from kl_guard.alerts import incident_of
+
+    next_ = "the command given for it is run" if options.on_critical else "kl-guard watch does not stop the run"
+    incident = incident_of(
+        Decision(findings=(finding,)),
+        finding,
+        step=finding.step,
+        attempt=finding.attempt,
+        run_id=guard.run_id,
+        output_dir=None,
+        done=f"It was seen in {Path(options.log).absolute()}; {next_}",
+    )
+    alerts.send(incident, alerts.targets(tracked=False))
 
 
 def _act(decision: Decision, options: argparse.Namespace) -> int:

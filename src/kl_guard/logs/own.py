@@ -12,7 +12,9 @@ from kl_guard.logs.base import Log, Row
 from kl_guard.logs.text import Lines
 from kl_guard.memory import recall
 
-_TYPES = frozenset({"run", "observation", "facts", "finding", "checkpoint", "resume", "rollback", "decision", "change"})
+_TYPES = frozenset(
+    {"run", "observation", "facts", "finding", "checkpoint", "resume", "rollback", "decision", "change", "alert"}
+)
 
 
 def is_record(row: Any) -> bool:
