@@ -173,6 +173,11 @@ class Keeper:
         if self._pins is not None:
             self._pins.close()
 
+    def disown(self) -> None:
+        """In a forked child: have nothing to do with the files any more."""
+        self._pins = self._quarantine = None
+        self._reads = False
+
     def _sound_before(self, step: int, good: Callable[[Checkpoint], bool]) -> Iterator[Checkpoint]:
         """Yield the good and sound checkpoints of earlier steps, the newest first; contents are compared last."""
         pins = {pin.step: pin for pin in (self._pins.pins() if self._pins is not None else []) if pin.step < step}
