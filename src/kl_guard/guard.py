@@ -149,9 +149,9 @@ class KLGuard:
         return self._panel.suspicion
 
     @property
-    def writes(self) -> bool:
-        """Whether this guard is the one that writes its folder, from now on if no other process does."""
-        return self._writes()
+    def refused(self) -> bool:
+        """Whether another guard has the folder: another process, or a newer one in this process."""
+        return self._journal is not None and not self._journal.acquire()
 
     @property
     def decision(self) -> Decision:
@@ -315,6 +315,8 @@ class KLGuard:
             self._begin()
             self._memory.checkpoints[checkpoint.step] = checkpoint
             self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
+            if self.refused:
+                self.checkpoints.disown()
             self.checkpoints.saved(checkpoint, suspicion=self.suspicion, take=take)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")

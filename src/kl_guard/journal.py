@@ -105,7 +105,7 @@ class Journal:
         except Timeout:
             self.locked_out = True
             logger.warning("kl-guard: another guard is writing %s; this one watches, but keeps no journal", self.folder)
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the latter for a disk that has no locks
             self._complain(error)
         return not self.locked_out
 
@@ -156,6 +156,11 @@ class Journal:
         try:
             if self.acquire():
                 self._file.flush(sync=sync)
+        except FileNotFoundError as error:
+            if self._lock.is_locked:
+                self._begin_anew()
+            else:
+                self._complain(error)
         except OSError as error:
             self._complain(error)
 
@@ -186,8 +191,9 @@ class Journal:
         """In a forked child: write nothing, and leave the lock to the parent."""
         self.locked_out = True
         self._file.disown()
+        _WRITERS.clear()
 
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, error: Exception) -> None:
         if not self._complained:
             self._complained = True
             logger.warning("kl-guard: cannot write %s (%s); watching goes on without it", self.folder, error)

@@ -14,6 +14,7 @@ from kl_guard.thinned_tokens import worth_keeping
 from kl_guard.token_stats import Excerpt, Outlier, TokenStats
 
 NAME = "tokens.jsonl"
+LONGEST = 1000  # characters of a text that are kept
 
 TokenText = Callable[[int], str]
 Warn = Callable[[str, str], None]
@@ -104,7 +105,7 @@ class TokenKeeper:
         """Return outliers with the text of their tokens, or without any text where none may be kept."""
         if not self._log_text:
             return [outlier.described(None, None) for outlier in outliers]
-        return [o.described(o.prompt, self._text(o.token_id)) if o.text is None else o for o in outliers]
+        return [o.described(_clean(o.prompt), _clean(o.text or self._text(o.token_id))) for o in outliers]
 
     def excerpts(self, step: int) -> tuple[Excerpt, ...]:
         """Return what stood around a step's outliers, with its text.
@@ -127,6 +128,11 @@ class TokenKeeper:
             self._text_of = None
             self._warn("text", f"the text of tokens is not known: {error!r}")
             return None
+
+
+def _clean(text: str | None) -> str | None:
+    """Return a text that any file takes: halves of characters, as tokenizers give them, are written out."""
+    return None if text is None else text[:LONGEST].encode("utf-8", "backslashreplace").decode()
 
 
 def _is_fault(error: BaseException) -> bool:

@@ -54,6 +54,7 @@ class Keeper:
             self._note(checkpoint)
         self._reads = writes or self._folder is None  # contents are for the process that decides to compare
         if self._folder is None or not writes:
+            self._pins = self._quarantine = None
             return
         self._quarantine = Quarantine(self._folder / "quarantine", within=self._folder.parent)
         if self._pinning and (self._pins is None or self._pins.run_id != run_id):
