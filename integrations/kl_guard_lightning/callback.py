@@ -118,8 +118,8 @@ class KLGuardCallback(Callback):
         self._loaded: Mapping[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, as for a process that is spawned, has the same configuration; it is in no trainer and knows no run."""
-        given = {**self._logged.asked, "output_dir": self._output_dir, "on_rollback": self.on_rollback}
+        """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
+        given: dict[str, Any] = {**self._logged.asked, "output_dir": self._output_dir, "on_rollback": self.on_rollback}
         return functools.partial(type(self), **given), (self.config,)
 
     @property

@@ -106,7 +106,7 @@ class KLGuardCallback(TrainerCallback):
         self._faults = Faults()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, as for a process that is spawned, has the same configuration; it is in no trainer and knows no run."""
+        """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
         make = functools.partial(type(self), on_rollback=self._on_rollback, reference=self._reference)
         return make, (self.config,)
 

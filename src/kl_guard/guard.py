@@ -98,6 +98,7 @@ class KLGuard:
         self._memory = Memory()
         self._announces = announce and self.rank == 0
         self._journal = Journal(self.folder, self._retell) if self.folder is not None and self.rank == 0 else None
+        self._past = None if self.folder is None else Journal(self.folder)  # to be read, on every rank
         self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
         self._panel = self._new_panel()
@@ -508,7 +509,10 @@ class KLGuard:
     def _keep_tokens(self, step: int, stats: TokenStats) -> None:
         if not len(self.history) or step >= self.history.steps[-1]:
             self._begin()
-            self._tokens.keep(step, self.attempt, stats, writes=self._writes())
+            refuses = (
+                self._journal is not None and self._journal.failing
+            )  # said already; what is decided by comes first
+            self._tokens.keep(step, self.attempt, stats, writes=self._writes() and not refuses)
 
     def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
         observation, complaints = read_observation(step, metrics, window)
@@ -700,11 +704,10 @@ class KLGuard:
 
     def _recall(self) -> Memory:
         """Return what the journal says; where it cannot be read nothing of the folder is touched."""
-        if self.folder is None:
+        if self.folder is None or self._past is None:
             return Memory()
-        journal = Journal(self.folder)
-        memory = recall(journal.read())
-        if journal.unreadable:
+        memory = recall(self._past.read())
+        if self._past.unreadable:
             self._journal = None
             self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
         root = self.folder.parent

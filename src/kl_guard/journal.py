@@ -76,8 +76,10 @@ class Journal:
         self.unreadable = False
         self._lock = FileLock(self.folder / "lock")
         self._file = LinesFile(self.path, in_blocks)
+        self.failing = False
         self._retell = retell
         self._complained = False
+        self._noted: set[str] = set()
         self._handed_over = False
 
     def acquire(self) -> bool:
@@ -110,7 +112,7 @@ class Journal:
         return not self.locked_out
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the records on disk, [] where there are none; unreadable lines are logged.
+        """Return the records on disk, [] where there are none; unreadable lines are logged, each once.
 
         Where the file is there and cannot be read, `unreadable` is set: what it holds is not known, not nothing.
         """
@@ -123,7 +125,9 @@ class Journal:
             logger.warning("kl-guard: %s cannot be read (%s)", self.path, error)
             return []
         for note in notes:
-            logger.warning("kl-guard: %s", note)
+            if note not in self._noted:
+                self._noted.add(note)
+                logger.warning("kl-guard: %s", note)
         return records
 
     def archive(self) -> None:
@@ -156,6 +160,7 @@ class Journal:
         try:
             if self.acquire():
                 self._file.flush(sync=sync)
+                self.failing = False
         except FileNotFoundError as error:
             if self._lock.is_locked:
                 self._begin_anew()
@@ -194,6 +199,7 @@ class Journal:
         _WRITERS.clear()
 
     def _complain(self, error: Exception) -> None:
+        self.failing = True
         if not self._complained:
             self._complained = True
             logger.warning("kl-guard: cannot write %s (%s); watching goes on without it", self.folder, error)
