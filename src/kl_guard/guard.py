@@ -110,6 +110,7 @@ class KLGuard:
         self._repeats = 0
         self._warned: set[str] = set()
         self._judging = False
+        self._is_copy = False
         _HERE.add(self)
 
     def __repr__(self) -> str:
@@ -781,7 +782,7 @@ class KLGuard:
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            if self.rank == 0:
+            if self.rank == 0 and not self._is_copy:
                 logger.warning("kl-guard: %s", text)
 
     def _fail(self, doing: str) -> None:
@@ -792,8 +793,8 @@ class KLGuard:
             logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
 
     def _disown(self) -> None:
-        """In a forked child: the run belongs to the parent."""
-        self._announces = False
+        """In a forked child: the run belongs to the parent, and this is a copy that neither writes nor speaks."""
+        self._announces, self._is_copy = False, True
         if self._journal is not None:
             self._journal.disown()
         self._tokens.disown()
@@ -822,6 +823,7 @@ def _copy_of(
 ) -> KLGuard:
     guard = cls(config, rank=rank, expected_observations=expected_observations, announce=False)
     guard._memory, guard._resumed, guard._begun = memory, resumed, True
+    guard._is_copy = True
     guard._rebuild_panel()
     return guard
 
