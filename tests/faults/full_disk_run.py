@@ -14,9 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from some_tokens import stats
-
 from kl_guard import GuardConfig, KLGuard
+from some_tokens import stats
 
 FULL_FROM, ROOM_FROM, TROUBLE, END = 40, 120, 90, 160
 ROOM_LEFT = 20_000

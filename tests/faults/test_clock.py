@@ -9,7 +9,7 @@ from streams import blow_up
 
 
 def a_run(folder):
-    """A run that saves, blows up, is taken back, is resumed in a new guard, and blows up again; what it said and did."""
+    """A run that saves, blows up, is taken back, is resumed in a new guard, and blows up again; what it did."""
     told = []
     guard = KLGuard(GuardConfig(action="rollback", grace=2), output_dir=folder, announce=False)
     for start in (60, 90):

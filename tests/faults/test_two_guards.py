@@ -18,7 +18,8 @@ OTHER = textwrap.dedent(
     import sys, torch
     from kl_guard_torch import TorchGuard
     model = torch.nn.Linear(2, 2)
-    guard = TorchGuard(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), output_dir=sys.argv[1], keep=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = TorchGuard(model=model, optimizer=optimizer, output_dir=sys.argv[1], keep=1)
     guard.resume(fresh=True)
     guard.step(1, 0.02)
     guard.save(1)

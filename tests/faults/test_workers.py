@@ -157,10 +157,10 @@ def test_a_torch_guard_says_that_it_is_not_to_be_copied(tmp_path):
 
 def test_a_copy_of_a_callback_is_a_callback_of_the_same_configuration():
     """Lightning and TRL: for trainers that start their processes by spawn."""
-    from kl_guard_lightning import KLGuardCallback as Lightning
-    from kl_guard_trl import KLGuardCallback as TRL
+    from kl_guard_lightning import KLGuardCallback as ForLightning
+    from kl_guard_trl import KLGuardCallback as ForTRL
 
-    for callback in (TRL(action="warn", ratio=5.0), Lightning(action="warn", ratio=5.0, kl_mean="train/kl")):
+    for callback in (ForTRL(action="warn", ratio=5.0), ForLightning(action="warn", ratio=5.0, kl_mean="train/kl")):
         for twin in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
             assert type(twin) is type(callback)
             assert twin.config == callback.config

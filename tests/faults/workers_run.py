@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from kl_guard import GuardConfig, KLGuard
 from kl_guard.checkpoints import pins
 
-pins.SMALL = 1  # every file of a checkpoint is linked, none copied: the background thread only takes checksums
-
 
 class Rows(Dataset):
     """Rows that know the guard, as a dataset that shares something with the trainer does."""
@@ -42,15 +40,16 @@ class Rows(Dataset):
 def open_files() -> list[str]:
     """The files that this process has open."""
     names = []
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+            names.append(str(fd.readlink()))
     return names
 
 
 def main() -> None:
     """Train with two workers that are made anew in each epoch."""
     folder, how = Path(sys.argv[1]), sys.argv[2]
+    pins.SMALL = 1  # files are linked, none is copied: the background thread only takes checksums
     os.environ["TRAINER"] = str(os.getpid())
     os.environ["LOCK"] = str(folder / "kl_guard" / "lock")
     os.environ["CHECKPOINT"] = str(folder / "checkpoint-1")
@@ -69,7 +68,7 @@ def main() -> None:
             seen += batch.tolist()
     guard.checkpoints.wait()
     guard.close()
-    pinned = sorted(os.listdir(folder / "kl_guard" / "pins"))
+    pinned = sorted(path.name for path in (folder / "kl_guard" / "pins").iterdir())
     print(json.dumps({"steps": step, "seen": seen, "blind": guard.blind, "pins": pinned}))
 
 
