@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -124,6 +125,11 @@ class KLGuardCallback(Callback):
         self._learning_rate: float | None = None
         self._loss: Any = None
         self._loaded: Mapping[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
+        given: dict[str, Any] = {**self._logged.asked, "output_dir": self._output_dir, "on_rollback": self.on_rollback}
+        return functools.partial(type(self), **given), (self.config,)
 
     @property
     def state_key(self) -> str:

@@ -169,6 +169,12 @@ class TorchGuard:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step={self._at}, attempt={self.attempt}, halted={self.halted})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a TorchGuard belongs to the process that trains and cannot be pickled or copied: leave it out of what a "
+            "worker is given"
+        )
+
     @property
     def attempt(self) -> int:
         """0 for the run as started, one more for each rollback."""
@@ -223,7 +229,7 @@ class TorchGuard:
             self._at = 0
             return 0
         self._faults.guarded(self._clean)
-        if fresh and ranks.rank() == 0:
+        if fresh and ranks.rank() == 0 and self._owns_folder:
             self._faults.guarded(self._saves.put_earlier_aside)
         if not fresh and path is None and any(self._faults.shared(self._faults.guarded(self.guard.recover))):
             self.decision = self.guard.decision
@@ -353,7 +359,7 @@ class TorchGuard:
         if not self._write(folder, step):
             return None
         self._note(step, folder)
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and self._owns_folder:
             self._faults.guarded(self._saves.thin_out)
         return folder
 
@@ -482,8 +488,13 @@ class TorchGuard:
         path = self._saves.newest_sound() if self._saves is not None and ranks.rank() == 0 else None
         return None if path is None else os.fspath(path)
 
+    @property
+    def _owns_folder(self) -> bool:
+        """Whether no other guard has the folder, whose checkpoints are not this one's to delete or rename."""
+        return not self.guard.refused
+
     def _clean(self) -> None:
-        if ranks.rank() == 0 and self._saves is not None:
+        if ranks.rank() == 0 and self._saves is not None and self._owns_folder:
             self._saves.clean()
             shutil.rmtree(self._own_folder("start"), ignore_errors=True)
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kl_guard.checkpoints.manifest import sync
 from kl_guard.checkpoints.soundness import problems
-from kl_guard.paths import unused
+from kl_guard.paths import sync, unused
 from kl_guard_torch import ranks
 
 logger = logging.getLogger("kl_guard")

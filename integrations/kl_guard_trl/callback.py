@@ -114,6 +114,11 @@ class KLGuardCallback(TrainerCallback):
         self._kept: HaltedState | None = None
         self._faults = Faults()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
+        make = functools.partial(type(self), on_rollback=self._on_rollback, reference=self._reference)
+        return make, (self.config,)
+
     def attach(self, trainer: Any) -> KLGuardCallback:
         """Let the guard see the tokens of every optimizer step, and take this trainer's run back by itself.
 

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
-from kl_guard.memory import Changes, Failure, Memory, Return, recall
+from kl_guard.memory import Changes, Failure, Memory, Return, recall, retell
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
@@ -111,7 +112,8 @@ class KLGuard:
         self.blind = False
         self._memory = Memory()
         self._announces = announce and self.rank == 0
-        self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
+        self._journal = Journal(self.folder, self._retell) if self.folder is not None and self.rank == 0 else None
+        self._past = None if self.folder is None else Journal(self.folder)  # to be read, on every rank
         self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
         self._panel = self._new_panel()
@@ -122,9 +124,16 @@ class KLGuard:
         self._grace_left = 0
         self._repeats = 0
         self._warned: set[str] = set()
+        self._judging = False
+        self._is_copy = False
+        _HERE.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(observations={len(self.history)}, attempt={self.attempt}, level={self.level})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for a process that is spawned, knows what the guard knows, and watches without files or words."""
+        return _copy_of, (type(self), self.config, self.rank, self.expected_observations, self._memory, self._resumed)
 
     @property
     def run_id(self) -> str:
@@ -155,6 +164,11 @@ class KLGuard:
     def suspicion(self) -> bool:
         """Whether something that may become a blow-up was seen in the last 20 observations."""
         return self._panel.suspicion
+
+    @property
+    def refused(self) -> bool:
+        """Whether another guard has the folder: another process, or a newer one in this process."""
+        return self._journal is not None and not self._journal.acquire()
 
     @property
     def decision(self) -> Decision:
@@ -316,8 +330,10 @@ class KLGuard:
             files = sizes_of(Path(path))
             checkpoint = Checkpoint(as_step(step), path, calm, aligned, self.attempt, files, dict(facts or {}))
             self._begin()
-            self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
             self._memory.checkpoints[checkpoint.step] = checkpoint
+            self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
+            if self.refused:
+                self.checkpoints.disown()
             self.checkpoints.saved(checkpoint, suspicion=self.suspicion, take=take)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
@@ -440,6 +456,7 @@ class KLGuard:
         try:
             standing = self._standing or Decision()
             self._standing = decision = replace(standing, action="halt", note=why)
+            self._memory.pending = self._memory.pending_failure = None
             self._write("decision", {"time": time.time(), "action": "halt", "note": why, "step": self._last_step()})
             if self._announces:
                 logger.error("kl-guard: halting: %s", decision.note)
@@ -494,20 +511,26 @@ class KLGuard:
         if self.config.kl_kind != GuardConfig().kl_kind or kind == self.config.kl_kind:
             return
         self.config = replace(self.config, kl_kind=kind)
+        self._rebuild_panel()
+        if self._begun:
+            self._write_run()
+
+    def _rebuild_panel(self) -> None:
         self._panel = self._new_panel()
         memory = self._memory
         self._panel.restore(
             self.history, self.findings, mid_run=memory.mid_run, returned=memory.returned, resumed=self._resumed
         )
-        if self._begun:
-            self._write_run()
 
     # One observation, in order: read, merged or appended, journaled, judged, decided.
 
     def _keep_tokens(self, step: int, stats: TokenStats) -> None:
         if not len(self.history) or step >= self.history.steps[-1]:
             self._begin()
-            self._tokens.keep(step, self.attempt, stats, writes=self._writes())
+            refuses = (
+                self._journal is not None and self._journal.failing
+            )  # said already; what is decided by comes first
+            self._tokens.keep(step, self.attempt, stats, writes=self._writes() and not refuses)
 
     def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
         observation, complaints = read_observation(step, metrics, window)
@@ -525,6 +548,9 @@ class KLGuard:
             )
             return self._decision(())
         self._begin()
+        if self._judging:  # an interrupt came while the last one was judged: some detectors know of it, some do not
+            self._rebuild_panel()
+        self._judging = True
         self._memory.observe(observation)
         if self._journal is not None:
             self._write("observation", {"attempt": self.attempt, **observation.known()})
@@ -534,6 +560,7 @@ class KLGuard:
         if self._repeats == STUCK:
             self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
         new = self._panel.judge(observation, grace=self._grace_left > 0)
+        self._judging = False
         findings = tuple(self._explained(finding) for finding in new)
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
@@ -567,6 +594,7 @@ class KLGuard:
 
     def _say(self, finding: Finding) -> None:
         self.findings.append(finding)
+        self._tokens.mark(finding.step)
         if self._announces:
             logger.log(_LOG_LEVEL[finding.severity], "kl-guard: %s", describe(finding))
 
@@ -594,9 +622,10 @@ class KLGuard:
         try:
             self._standing, facts = self._decided(reason)
             records.append({"type": "decision", "time": time.time(), **facts})
-        finally:
-            if self._journal is not None:
-                self._journal.write_together(records)
+        except Exception:
+            self._fail("deciding")
+        if self._journal is not None:
+            self._journal.write_together(records)
 
     def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
         """Return the decision for `reason`, and what the journal keeps of it."""
@@ -682,9 +711,18 @@ class KLGuard:
         self._write_run()
         self.checkpoints.begin(self.run_id, writes=self._writes())
 
-    def _write_run(self) -> None:
+    def _retell(self) -> Iterator[dict[str, Any]]:
+        """Yield records that add up to what is known of the run."""
+        yield {"type": "run", **self._run_facts()}
+        for record in retell(self._memory):
+            yield {**record, "path": self._as_written(record["path"])} if "path" in record else record
+
+    def _run_facts(self) -> dict[str, Any]:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
-        self._write("run", {"time": time.time(), **facts, "versions": versions()}, sync=True)
+        return {"time": time.time(), **facts, "versions": versions()}
+
+    def _write_run(self) -> None:
+        self._write("run", self._run_facts(), sync=True)
         if self._memory.facts:
             self._write("facts", {"facts": self._memory.facts})
 
@@ -701,7 +739,7 @@ class KLGuard:
             memory.run_id = _new_run_id()
             self._write_run()
         self.note(facts)
-        self._tokens.recall()
+        self._tokens.recall(memory.told_at)
         if step is None:
             return
         memory.history.truncate(step)
@@ -716,11 +754,10 @@ class KLGuard:
 
     def _recall(self) -> Memory:
         """Return what the journal says; where it cannot be read nothing of the folder is touched."""
-        if self.folder is None:
+        if self.folder is None or self._past is None:
             return Memory()
-        journal = Journal(self.folder)
-        memory = recall(journal.read())
-        if journal.unreadable:
+        memory = recall(self._past.read())
+        if self._past.unreadable:
             self._journal = None
             self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
         root = self.folder.parent
@@ -794,12 +831,13 @@ class KLGuard:
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            if self.rank == 0:
+            if self.rank == 0 and not self._is_copy:
                 logger.warning("kl-guard: %s", text)
 
     def _fail(self, doing: str) -> None:
         """A fault of the guard itself: said once per place, with its traceback; the run goes on."""
-        news, self.blind = not self.blind, True
+        news = not self.blind
+        self.blind, self._judging = True, False
         if doing not in self._warned:
             self._warned.add(doing)
             logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
@@ -808,6 +846,41 @@ class KLGuard:
                 f"A fault of the guard itself in {doing}: it is blind there from now on, and training goes on unwatched"
             )
             self._alert(Decision(note=f"{note}. The log has the traceback"), None)
+
+    def _disown(self) -> None:
+        """In a forked child: the run belongs to the parent, and this is a copy that neither writes nor speaks."""
+        self._announces, self._is_copy = False, True
+        if self._journal is not None:
+            self._journal.disown()
+        self._tokens.disown()
+        self.checkpoints.disown()
+
+
+_HERE: weakref.WeakSet[KLGuard] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for guard in list(_HERE):
+        guard._disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _copy_of(
+    cls: type[KLGuard],
+    config: GuardConfig,
+    rank: int,
+    expected_observations: int | None,
+    memory: Memory,
+    resumed: Return | None,
+) -> KLGuard:
+    guard = cls(config, rank=rank, expected_observations=expected_observations, announce=False)
+    guard._memory, guard._resumed, guard._begun = memory, resumed, True
+    guard._is_copy = True
+    guard._rebuild_panel()
+    return guard
 
 
 def _record_of(finding: Finding) -> dict[str, Any]:

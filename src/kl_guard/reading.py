@@ -11,6 +11,7 @@ from kl_guard.config import KLKind
 from kl_guard.names import BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
 from kl_guard.observation import as_number
 
+MANY = 10_000  # names that are remembered: a trainer may give each step's metrics names of their own
 ROUNDING = -1e-6  # a KL below this is no k3, whatever rounding did
 
 
@@ -150,6 +151,8 @@ class MetricReader:
         return meaning(name, {other for of, other in self._names.values() if of in ("", run)})
 
     def _learn(self, row: Mapping[str, Any]) -> None:
+        if len(self._names) > MANY:
+            self._forget()
         new = [key for key in row if key not in self._names]
         for key in new:
             self._names[key] = of_run = split(str(key))
@@ -159,6 +162,16 @@ class MetricReader:
             if _step_name(str(key)) in STEPS:
                 self._steps[key] = 0
         self._unbound += new
+
+    def _forget(self) -> None:
+        """Forget names that nothing can be read from."""
+        known = {*self._bound.values(), *self._finite, *self._steps}
+        self._names = {
+            key: (run, name)
+            for key, (run, name) in self._names.items()
+            if key in known or (name in FIELDS and run in ("", self._run))
+        }
+        self._unbound = [key for key in self._unbound if key in self._names]
 
     def _bind(self) -> None:
         """Settle what the new names are read as, the better ones first."""

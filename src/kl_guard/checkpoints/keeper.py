@@ -54,6 +54,7 @@ class Keeper:
             self._note(checkpoint)
         self._reads = writes or self._folder is None  # contents are for the process that decides to compare
         if self._folder is None or not writes:
+            self._pins = self._quarantine = None
             return
         self._quarantine = Quarantine(self._folder / "quarantine", within=self._folder.parent)
         if self._pinning and (self._pins is None or self._pins.run_id != run_id):
@@ -172,6 +173,11 @@ class Keeper:
         """Finish pins that were begun, and stop."""
         if self._pins is not None:
             self._pins.close()
+
+    def disown(self) -> None:
+        """In a forked child: have nothing to do with the files any more."""
+        self._pins = self._quarantine = None
+        self._reads = False
 
     def _sound_before(self, step: int, good: Callable[[Checkpoint], bool]) -> Iterator[Checkpoint]:
         """Yield the good and sound checkpoints of earlier steps, the newest first; contents are compared last."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from kl_guard.paths import sync
 
 NAME = "kl_guard_manifest.json"
 _CHUNK = 1 << 22
@@ -136,18 +137,3 @@ def checksum(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk.
-
-    Raises
-    ------
-    OSError
-        If the system refuses.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

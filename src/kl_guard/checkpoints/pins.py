@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kl_guard.checkpoints.manifest import NAME as MANIFEST
-from kl_guard.checkpoints.manifest import FileRecord, Manifest, base_of, checksum, files_of, sync
-from kl_guard.paths import safe_name, unused
+from kl_guard.checkpoints.manifest import FileRecord, Manifest, base_of, checksum, files_of
+from kl_guard.paths import safe_name, sync, unused
 
 logger = logging.getLogger("kl_guard")
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kl_guard.config import GuardConfig
@@ -82,9 +83,9 @@ class RiseMonitor:
         self._config = config
         self._warmup = config.warmup if warmup is None else warmup
         self.series = Series()
-        self.steps: list[int] = []
-        self.trimmed: list[float] = []  # KL without the largest tokens; NaN where no tokens were seen
-        self.extremes: list[float] = []  # the largest log-ratio of a token
+        self.steps = array("q")
+        self.trimmed = array("d")  # KL without the largest tokens; NaN where no tokens were seen
+        self.extremes = array("d")  # the largest log-ratio of a token
         self._trailing: list[HorizonWindow] = []
         self._critical = Level(self.series, config.abs_floor, skip=0)
         self._growth = Level(self.series, config.abs_floor * GROWTH_SHARE, skip=self._warmup)
@@ -179,8 +180,7 @@ class RiseMonitor:
 
     def reset(self) -> None:
         """Forget everything."""
-        for column in (self.steps, self.trimmed, self.extremes):
-            column.clear()
+        self.steps, self.trimmed, self.extremes = array("q"), array("d"), array("d")
         self.series.reset()
         self._trailing.clear()
         self._critical.reset()
@@ -269,7 +269,7 @@ class RiseMonitor:
         )
 
 
-def _goes_on(extremes: list[float]) -> bool:
+def _goes_on(extremes: Sequence[float]) -> bool:
     """Whether what stepped up goes on rising: its later half lies clearly above the earlier one."""
     known = [x for x in extremes if not math.isnan(x)]
     half = len(known) // 2
