@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_guard.config import KLKind
-from kl_guard.names import BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
+from kl_guard.names import BESIDE, BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
 from kl_guard.observation import as_number
 
 ROUNDING = -1e-6  # a KL below this is no k3, whatever rounding did
@@ -54,6 +54,7 @@ class MetricReader:
         self.source: KLSource | None = None
         self.lowest = math.inf
         self._names: dict[str, tuple[str, str]] = {}
+        self._beside: dict[str, set[str]] = {}
         self._finite: dict[str, int] = {}
         self._lowest: dict[str, float] = {}
         self._steps: dict[str, int] = {}
@@ -75,13 +76,12 @@ class MetricReader:
         if not row.keys() <= self._names.keys():
             self._learn(row)
         found = False
-        for key in self._finite:
-            if key in row:
-                found = True
-                number = _finite(row[key])
-                if number is not None:
-                    self._finite[key] += 1
-                    self._lowest[key] = min(self._lowest[key], number)
+        for key in row.keys() & self._finite.keys():  # as long as the shorter of the two
+            found = True
+            number = _finite(row[key])
+            if number is not None:
+                self._finite[key] += 1
+                self._lowest[key] = min(self._lowest[key], number)
         if found:
             for key in self._steps:
                 self._steps[key] += key in row
@@ -147,13 +147,15 @@ class MetricReader:
 
     def _entry(self, key: str) -> KLName | None:
         run, name = self._names[key]
-        return meaning(name, {other for of, other in self._names.values() if of in ("", run)})
+        return meaning(name, self._beside.get("", set()) | self._beside.get(run, set()))
 
     def _learn(self, row: Mapping[str, Any]) -> None:
         new = [key for key in row if key not in self._names]
         for key in new:
             self._names[key] = of_run = split(str(key))
-            name = of_run[1]
+            run, name = of_run
+            if name in BESIDE:
+                self._beside.setdefault(run, set()).add(name)
             if name in BY_NAME or key == self.key:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:

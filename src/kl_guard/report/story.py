@@ -111,7 +111,7 @@ def _attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
 
 def _pins(folder: Path) -> Iterable[int]:
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*")) if folder.is_dir() else ()
-    return [int(name) for name in names if name.isdigit()]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _tokens(folder: Path, ledger: OutlierLedger, reason: Finding | None) -> Tokens | None:
