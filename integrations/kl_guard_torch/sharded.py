@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load, save  # type: ignore[attr-defined]  # of torch
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -41,13 +42,23 @@ class Shards:
         save({name: self._state(name, self._begun(name)) for name in self._models}, checkpoint_id=folder)
 
     def put(self, folder: Path) -> None:
-        """Read the parts and put them in place; on every process. The number of processes may have changed."""
+        """Read the parts and put them in place; on every process. The number of processes may have changed.
+
+        Raises
+        ------
+        OSError, RuntimeError, pickle.UnpicklingError
+            If they cannot be read, or hold anything else than tensors and plain values.
+        """
         check_list(folder)
         keys = FileSystemReader(folder).read_metadata().state_dict_metadata
         for name, model in self._models.items():
             begun = any(key.startswith(f"{name}.optimizer.") for key in keys)
             state = {name: self._state(name, begun)}
-            load(state, checkpoint_id=folder, planner=PlainPlanner())
+            try:
+                load(state, checkpoint_id=folder, planner=PlainPlanner())
+            except CheckpointException as error:  # no Exception to Python: it would pass through everything
+                why = "; ".join(f"rank {rank}: {one[0]}" for rank, one in error.failures.items())
+                raise RuntimeError(f"{folder} cannot be read: {why}") from error
             dcp_state.set_model_state_dict(model, state[name]["model"])
             for optimizer in self._of(name):
                 if begun:
