@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-floor docs lint types format soak bench clean
+.PHONY: help setup demo test test-floor docs lint types format soak bench audit mutants clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -76,6 +76,13 @@ types: $(READY) ## Check types.
 format: $(READY) ## Format, and fix what can be fixed.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+audit: $(READY) ## Do the dependencies fit together, and are any known to be vulnerable?
+	$(BIN)/python .ci/audit.py
+
+mutants: $(READY) ## Change the code of stats, detectors and checkpoints in small ways: do the tests notice? Takes hours.
+	$(BIN)/python -m pip install --quiet --group mutation
+	$(BIN)/python benchmarks/mutants.py
 
 clean: ## Remove what the other targets made.
 	rm -rf $(VENV) $(FLOOR) $(ZERO) $(AXE) browser-output demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis site

@@ -38,7 +38,8 @@ def folder_of(folder: Path, decision: Decision) -> Path:
 
 def incident_of(folder: Path, reason: Finding) -> Path:
     """Return where the incident that a finding led to is kept: `<folder>/incidents/<attempt>-<step>-<signature>`."""
-    return folder / "incidents" / f"{reason.attempt}-{reason.step}-{reason.signature}"
+    signature = "".join(c for c in reason.signature if c.isalnum() or c in "-_")  # one recalled may say anything
+    return folder / "incidents" / f"{int(reason.attempt)}-{int(reason.step)}-{signature}"
 
 
 def write(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_guard.config import KLKind
-from kl_guard.names import BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
+from kl_guard.names import BESIDE, BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
 from kl_guard.observation import as_number
 
 MANY = 10_000  # names that are remembered: a trainer may give each step's metrics names of their own
@@ -55,6 +55,7 @@ class MetricReader:
         self.source: KLSource | None = None
         self.lowest = math.inf
         self._names: dict[str, tuple[str, str]] = {}
+        self._beside: dict[str, set[str]] = {}
         self._finite: dict[str, int] = {}
         self._lowest: dict[str, float] = {}
         self._steps: dict[str, int] = {}
@@ -76,13 +77,12 @@ class MetricReader:
         if not row.keys() <= self._names.keys():
             self._learn(row)
         found = False
-        for key in self._finite:
-            if key in row:
-                found = True
-                number = _finite(row[key])
-                if number is not None:
-                    self._finite[key] += 1
-                    self._lowest[key] = min(self._lowest[key], number)
+        for key in row.keys() & self._finite.keys():  # as long as the shorter of the two
+            found = True
+            number = _finite(row[key])
+            if number is not None:
+                self._finite[key] += 1
+                self._lowest[key] = min(self._lowest[key], number)
         if found:
             for key in self._steps:
                 self._steps[key] += key in row
@@ -148,7 +148,7 @@ class MetricReader:
 
     def _entry(self, key: str) -> KLName | None:
         run, name = self._names[key]
-        return meaning(name, {other for of, other in self._names.values() if of in ("", run)})
+        return meaning(name, self._beside.get("", set()) | self._beside.get(run, set()))
 
     def _learn(self, row: Mapping[str, Any]) -> None:
         if len(self._names) > MANY:
@@ -156,7 +156,9 @@ class MetricReader:
         new = [key for key in row if key not in self._names]
         for key in new:
             self._names[key] = of_run = split(str(key))
-            name = of_run[1]
+            run, name = of_run
+            if name in BESIDE:
+                self._beside.setdefault(run, set()).add(name)
             if name in BY_NAME or key == self.key:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:

@@ -129,7 +129,9 @@ def test_from_the_environment(tmp_path, monkeypatch):
 def test_on_incident(tmp_path):
     """Called once, off the thread that observes, with everything about it; the report is there by then."""
     told = []
-    guard = KLGuard(output_dir=tmp_path, on_incident=lambda it: told.append((it, it.report.exists(), threading.get_ident())))
+    guard = KLGuard(
+        output_dir=tmp_path, on_incident=lambda it: told.append((it, it.report.exists(), threading.get_ident()))
+    )
     decision = run(guard)
     guard.observe(step=60, kl_mean=50.0)
     guard.close()
@@ -184,7 +186,9 @@ def test_a_forked_process(tmp_path, service):
 
 def incident(message="kl_mean rose", **more):
     finding = Finding("KL_BLOWUP", Severity.CRITICAL, 10**30, message)
-    return incident_of(Decision("halt", reason=finding), finding, step=10**30, attempt=0, run_id="r", output_dir=None, **more)
+    return incident_of(
+        Decision("halt", reason=finding), finding, step=10**30, attempt=0, run_id="r", output_dir=None, **more
+    )
 
 
 @pytest.mark.parametrize("message", ["x" * 10_000, "a\x1b[2J\x00\u202eb\n" * 500])

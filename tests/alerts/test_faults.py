@@ -209,7 +209,7 @@ def test_nothing_is_imported_for_nothing():
 
 def test_pickled_before_training(service):
     """As frameworks do that start processes of their own."""
-    guard = KLGuard(alerts=pickle.loads(pickle.dumps(Alerts([service.url]))))  # noqa: S301 - made above
+    guard = KLGuard(alerts=pickle.loads(pickle.dumps(Alerts([service.url]))))
     run(guard)
     guard.close()
     assert len(service.posts) == 1

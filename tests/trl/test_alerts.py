@@ -1,10 +1,8 @@
 """Alerts out of real TRL runs, to trackers that the trainer itself has opened and closes."""
 
-import sys
-
 import pytest
 
-from alert_receiver import SECRET, receiver, wandb_alerts
+from alert_receiver import wandb_alerts
 from kl_guard_trl import KLGuardCallback
 from trl_runs import SetKL
 

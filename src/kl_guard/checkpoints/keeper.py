@@ -144,6 +144,16 @@ class Keeper:
         noted = self._ledger.get(checkpoint.step)
         self._note(replace(noted or checkpoint, path=os.fspath(target)))
 
+    def wrote(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is a pin that holds what this very process wrote, by checksums in memory."""
+        pin = self._pin_of(checkpoint.step)
+        return (
+            pin is not None
+            and self._pins is not None
+            and pin.path == Path(checkpoint.path)
+            and self._pins.made_here(pin)
+        )
+
     def newest_before(
         self, step: int, now: int | None = None, good: Callable[[Checkpoint], bool] = lambda _: True
     ) -> Checkpoint | None:

@@ -59,12 +59,12 @@ class Manifest:
         Raises
         ------
         ValueError
-            If it is not one, or names files outside of the folder.
+            If it is not one, names no file, or a file outside of the folder.
         OSError
             If it cannot be read.
         """
-        data = json.loads((folder / NAME).read_text())
         try:
+            data = json.loads((folder / NAME).read_text())
             files = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in data["files"].items()}
             manifest = cls(
                 str(data["run_id"]),
@@ -76,12 +76,14 @@ class Manifest:
                 int(data.get("attempt", 0)),
                 bool(data.get("single", False)),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError, ValueError) as error:
             raise ValueError(f"{folder / NAME} is no manifest ({error!r})") from error
+        if not files:
+            raise ValueError(f"{folder / NAME} names no file: anything would match it")
         for name in files:
             pure = PurePosixPath(name)
-            if pure.is_absolute() or ".." in pure.parts:
-                raise ValueError(f"{folder / NAME} names a file outside of its folder: {name}")
+            if pure.is_absolute() or ".." in pure.parts or not pure.name or "\0" in name:
+                raise ValueError(f"{folder / NAME} names a file outside of its folder: {name!r}")
         return manifest
 
     def problems(self, folder: Path) -> Iterator[str]:

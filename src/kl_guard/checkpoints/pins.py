@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class PinStore:
         self._compared: dict[Path, object] = {}  # pins found sound, with the state of their files then
         self._worker: ThreadPoolExecutor | None = None
         self._building: dict[int, Future[None]] = {}
+        self._made: dict[int, Manifest] = {}  # by this process; what is on the disk, others may have written
         self._said: set[str] = set()
 
     def __repr__(self) -> str:
@@ -133,6 +135,8 @@ class PinStore:
         found = []
         for path in self.folder.glob("step-*"):
             try:
+                if path.is_symlink():
+                    raise ValueError("it is a link, and pins are folders")
                 manifest = Manifest.read(path)
             except (OSError, ValueError) as error:
                 self._say(str(path), f"pin {path} is not used: {error}")
@@ -146,12 +150,19 @@ class PinStore:
         now = _states(pin.path)
         if now is not None and self._compared.get(pin.path) == now:
             return True  # a large checkpoint is read once, not at every look
-        wrong = list(pin.manifest.problems(pin.path))
+        wrong = list(_links(pin)) or list(pin.manifest.problems(pin.path))
         for text in wrong:
             self._say(text, f"pin of step {pin.step} is not used: {text}")
         if not wrong:
             self._compared[pin.path] = now
         return not wrong
+
+    def made_here(self, pin: Pin) -> bool:
+        """Return whether a sound pin holds what this very process wrote into it, by checksums held in memory.
+
+        The manifest on the disk tells damage, not intent: who may write a pin may write its manifest too.
+        """
+        return self._made.get(pin.step) == pin.manifest and self.sound(pin)
 
     def same(self, pin: Pin, folder: Path) -> bool:
         """Return whether a folder holds what a sound pin holds; files that are linked are not read again."""
@@ -226,14 +237,15 @@ class PinStore:
         """Drop what is known of later steps; return step and folder of their pins, for the caller to move away."""
         for later, known in _by_step(self.folder / KNOWN):
             if later > step:
-                shutil.rmtree(known, ignore_errors=True)
+                _drop(known)
         return [(later, path) for later, path in _by_step(self.folder) if later > step]
 
     def forget(self, step: int) -> Path | None:
         """Drop what is known of one step, which is being saved again; return its pin, for the caller to move away."""
         if step in self._building:
             self.wait()
-        shutil.rmtree(self.folder / KNOWN / f"step-{step}", ignore_errors=True)
+        self._made.pop(step, None)
+        _drop(self.folder / KNOWN / f"step-{step}")
         path = self.folder / f"step-{step}"
         return path if path.exists() else None
 
@@ -245,7 +257,7 @@ class PinStore:
             except (OSError, ValueError):
                 gone = True
             if gone:
-                shutil.rmtree(known, ignore_errors=True)
+                _drop(known)
         if self._original(manifest).exists():
             keep = folder / f"step-{manifest.step}"
             keep.mkdir(parents=True, exist_ok=True)
@@ -309,6 +321,7 @@ class PinStore:
             for folder in [p for p in draft.rglob("*") if p.is_dir()] + [draft]:
                 sync(folder)
             draft.rename(self.folder / f"step-{manifest.step}")
+            self._made[manifest.step] = complete
             sync(self.folder)
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {manifest.source} is not pinned: {error}", str(error.errno))
@@ -331,7 +344,24 @@ class PinStore:
 def _by_step(folder: Path) -> list[tuple[int, Path]]:
     """Return the folders `step-N` in a folder, by step."""
     numbered = [(path.name.removeprefix("step-"), path) for path in folder.glob("step-*")]
-    return sorted((int(number), path) for number, path in numbered if number.isdigit())
+    return sorted((int(number), path) for number, path in numbered if number.isdecimal())
+
+
+def _drop(known: Path) -> None:
+    """Remove a manifest that was kept, and its folder; nothing else, wherever a link may lead."""
+    with contextlib.suppress(OSError):
+        if not (known.is_symlink() or known.parent.is_symlink()):
+            (known / MANIFEST).unlink(missing_ok=True)
+            known.rmdir()
+
+
+def _links(pin: Pin) -> Iterator[str]:
+    """Yield the files of a pin that are really elsewhere: pins hold no links, and what one leads to is not ours."""
+    root = os.path.realpath(pin.path)
+    for name in pin.manifest.files:
+        path = pin.path / name
+        if os.path.realpath(path) != os.fspath(Path(root, name)):
+            yield f"{path} is a link"
 
 
 def _states(folder: Path) -> object:

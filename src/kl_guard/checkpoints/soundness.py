@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import lzma
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -64,9 +66,9 @@ def _safetensors_problem(file: Path, size: int) -> str:
         try:
             header = json.loads(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            needed = _LENGTH + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return "has no readable header"
-    needed = _LENGTH + length + max(ends, default=0)
     return "" if size == needed else f"has {size} bytes instead of {needed}"
 
 
@@ -78,6 +80,6 @@ def _zip_problem(file: Path) -> str:
     try:
         with zipfile.ZipFile(file) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError) as error:
         return f"is damaged ({error})"
     return f"is damaged (in {broken})" if broken else ""

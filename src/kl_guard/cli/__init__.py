@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RecursionError, OverflowError) as error:
         print(f"kl-guard: error: {_one_line(error)}", file=sys.stderr)
         return USAGE
     return status

@@ -129,8 +129,12 @@ def _act(decision: Decision, options: argparse.Namespace) -> int:
         }
         told = {f"KL_GUARD_{name}": "" if value is None else str(value) for name, value in facts.items()}
         # The user's own command as it was typed; nothing of the log is put into it.
-        done = subprocess.run(options.on_critical, shell=True, env={**os.environ, **told}, check=False)  # noqa: S602
-        print(f"kl-guard: the command ended with {done.returncode}", file=sys.stderr)
+        try:
+            done = subprocess.run(options.on_critical, shell=True, env={**os.environ, **told}, check=False)  # noqa: S602
+        except (OSError, ValueError) as error:
+            print(f"kl-guard: the command could not be run: {error}", file=sys.stderr)
+        else:
+            print(f"kl-guard: the command ended with {done.returncode}", file=sys.stderr)
     return CRITICAL
 
 

@@ -13,6 +13,7 @@ from kl_guard.logs.text import open_binary
 from kl_guard.names import is_known
 
 STATE = "trainer_state.json"
+LARGEST = 2**28  # bytes, unpacked, which is some million logs: a small archive could fill the memory
 
 
 class TrainerState(Log):
@@ -45,7 +46,10 @@ def read_history(path: Path) -> list[Row]:
     """
     try:
         with open_binary(path) as file:
-            whole: Any = json.loads(file.read().decode("utf-8-sig", "replace"))
+            data = file.read(LARGEST + 1)
+            if len(data) > LARGEST:
+                raise ValueError(f"it is larger than {LARGEST >> 20} MB")
+            whole: Any = json.loads(data.decode("utf-8-sig", "replace"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
     except (ValueError, RecursionError, EOFError) as error:
