@@ -171,6 +171,11 @@ class KLGuard:
         return self._journal is not None and not self._journal.acquire()
 
     @property
+    def spikes(self) -> int:
+        """How many of the last 100 observations had a KL far above the rest, gone at the next (KL_SPIKES)."""
+        return self._panel.spikes
+
+    @property
     def decision(self) -> Decision:
         """The decision that stands now, without findings."""
         return self._decision(())
@@ -630,13 +635,21 @@ class KLGuard:
     def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
         """Return the decision for `reason`, and what the journal keeps of it."""
         back = self._target(reason)
-        hopeless = self._panel.wrong_from_the_start
-        action, note = choose(self.config, self._memory, reason, back, hopeless=hopeless)
+        action, note = choose(self.config, self._memory, reason, back, hopeless=self._why_hopeless())
         to_step = back.step if back is not None and action == "rollback" else None
         failure = Failure(reason.signature, reason.step, reason.departure_step)
         self._memory.decide(failure, to_step)
         facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
         return Decision(action, (), back, reason, note), facts
+
+    def _why_hopeless(self) -> str:
+        """Return why no checkpoint is better than the present state, "" where one may be."""
+        if self._panel.wrong_from_the_start:
+            return "the KL was this high from the first step, so no checkpoint is better"
+        few = self._tokens.ledger.few_completions()
+        if few is not None:
+            return f"{few} carry the KL and the others do not: what is wrong with them would be wrong again"
+        return ""
 
     def _target(self, reason: Finding) -> Checkpoint | None:
         try:
