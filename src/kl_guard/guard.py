@@ -572,7 +572,8 @@ class KLGuard:
         asking = [finding for finding in findings if self._panel.acts(finding)]
         reason = None
         if asking and self._standing is None and self.config.action != "warn":
-            reason = max(asking, key=lambda finding: finding.severity.rank)
+            # What is not finite is called so, though it is above a ceiling too.
+            reason = max(asking, key=lambda finding: (finding.severity.rank, finding.signature == "KL_NONFINITE"))
         for finding in findings:
             if finding is not reason:
                 self._report(finding)
@@ -826,7 +827,7 @@ class KLGuard:
         said = [finding for finding in self.findings if finding.attempt == self.attempt]
         self._panel.restore(self.history, said, mid_run=memory.mid_run, returned=memory.returned, resumed=resumed)
         acted = any(self._panel.acts(finding) for finding in said)
-        self._grace_left = self.config.grace if acted else 0
+        self._grace_left = self.config.grace if acted or step > 0 else 0  # engines may need some steps to recover
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
 

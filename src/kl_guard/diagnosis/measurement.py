@@ -12,9 +12,7 @@ from kl_guard.token_stats import SMALL_PLACE, Outlier
 MOST = 0.5  # share of the mass at one kind of place
 SHARP = 0.8  # share that leaves no doubt, also where completions are short
 OFTEN = 3  # observations of which most must say so
-LOOKS = 20  # observations in which the extreme log-ratio may have grown
 FAR = 10.0  # how many times k3 is above k1 and k2 where the estimator is what blows up
-GROWN = 2.0  # times the extreme log-ratio of some steps ago
 UNLIKELY = -15.0  # log-prob of a token that is hardly ever sampled
 GAP = 0.05  # nats per token between trainer and sampler; engine noise is .01 to .05
 
@@ -219,7 +217,6 @@ def few_tokens(case: Case) -> Scored | None:
     if not alone and case.finding.signature != "TOKEN_OUTLIER" and share < MOST:
         return None
     worst = f"the largest is {_named(outliers[0])}" if outliers else "which ones is not known"
-    worst += _growth(case)
     back = [r for r in case.outliers.ids() if r.steps >= OFTEN][:3]
     again = f"; coming back: {', '.join(f'{_name(r.worst)} in {r.steps} steps' for r in back)}" if back else ""
     score = 0.98 if alone else 0.75 if case.finding.signature == "TOKEN_OUTLIER" else 0.35
@@ -228,17 +225,6 @@ def few_tokens(case: Case) -> Scored | None:
         f"{worst}{again}",
         "look at these tokens in their completions; clip the log-ratio before exp, and mask what was not sampled",
     )
-
-
-def _growth(case: Case) -> str:
-    """Say how the extreme log-ratio has grown, where it has: a spike that was coming."""
-    known = case.known("log_ratio_extreme")[-LOOKS:]
-    if len(known) < OFTEN:
-        return ""
-    (since, first), (at, largest) = known[0], max(known, key=lambda pair: pair[1])
-    if not largest > GROWN * first > 0:
-        return ""
-    return f"; the extreme log-ratio has grown from {first:.3g} at step {since} to {largest:.3g} at step {at}"
 
 
 def unsampled(case: Case) -> Scored | None:
