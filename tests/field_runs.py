@@ -43,6 +43,7 @@ def start(tmp_path, caplog, max_steps=1000, **arguments) -> list[str]:
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **arguments)
     guard, state = KLGuardCallback(**knobs), TrainerState()
     state.max_steps, state.num_train_epochs = max_steps, 1
+    state.compute_steps(args, max_steps)
     guard.on_train_begin(args, state, TrainerControl())
     guard.guard.close()
     return lines(caplog)
