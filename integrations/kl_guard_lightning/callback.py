@@ -26,6 +26,7 @@ from kl_guard_lightning.tokens import Tokens
 from kl_guard_lightning.way_back import GoingBack, OnRollback, WayBack
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
+from kl_guard_torch.dropout import dropping, some
 from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.rng import random_state, set_random_state
@@ -124,6 +125,7 @@ class KLGuardCallback(Callback):
         self._step = 0  # the last optimizer step that was observed
         self._learning_rate: float | None = None
         self._loss: Any = None
+        self._looked = False  # at which modules drop out
         self._loaded: Mapping[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -172,6 +174,7 @@ class KLGuardCallback(Callback):
         self.halted = self._goes_back = False
         self.decision = Decision()
         self._step = step
+        self._looked = False
         self._logged.forget()
         self._tokens.forget()
         self._faults.guarded(self._restore_random_state)
@@ -363,13 +366,21 @@ class KLGuardCallback(Callback):
             values["loss"] = float(self._loss)
         if "learning_rate" not in values and self._learning_rate is not None:
             values["learning_rate"] = self._learning_rate
+        if not self._looked:
+            self._looked = True
+            self._faults.guarded(self._note_dropout, guard, pl_module)
         decision = guard.observe(step=step, tokens=stats, **values)
         self._faults.guarded(self._show, pl_module, guard, stats)
         return decision
 
+    def _note_dropout(self, guard: KLGuard, pl_module: Any) -> None:
+        found = list(dropping(pl_module, in_training=True))
+        if found:
+            guard.note({"training_dropout": some(found)})
+
     def _show(self, pl_module: Any, guard: KLGuard, stats: TokenStats | None) -> None:
         """Put figures into the logs that every logger sees."""
-        figures: dict[str, float | None] = {"level": float(guard.level)}
+        figures: dict[str, float | None] = {"level": float(guard.level), "spikes": float(guard.spikes)}
         if stats is not None:
             last = guard.history[-1]
             figures |= {"kl_mean": last.kl_mean, "kl_max": last.kl_max, "kl_token_mean": stats.kl_token_mean}
@@ -402,7 +413,7 @@ class KLGuardCallback(Callback):
         back = self.decision.checkpoint
         if back is not None and self.guard is not None and self.guard.rank == 0:
             logger.warning(
-                "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
+                "kl-guard: to go back, change what caused it, then: "
                 "trainer.fit(module, ckpt_path=%r) ('last' would take the newest checkpoint, maybe from the trouble "
                 "itself)",
                 os.fspath(to_load(Path(back.path))),

@@ -22,6 +22,7 @@ from kl_guard.token_keeper import TokenText
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
 from kl_guard_torch.changes import RollbackContext
+from kl_guard_torch.dropout import dropping, some
 from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.room import why_no_room
@@ -165,6 +166,7 @@ class TorchGuard:
         self._watch = TokenWatch(config.outlier_top_k, self._faults.fault)
         self._at: int | None = None
         self._saved_once = False
+        self._looked = False  # at which modules drop out
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step={self._at}, attempt={self.attempt}, halted={self.halted})"
@@ -309,6 +311,9 @@ class TorchGuard:
         if self._at is None and self.config.action == "rollback":
             self._faults.say_once("start", "resume() was not called before the first step: the start is not kept")
         self._at = step
+        if not self._looked:
+            self._looked = True
+            self._faults.guarded(self._note_dropout)
         seen = self._watch.take()
         if tokens is None:
             tokens = seen
@@ -410,6 +415,12 @@ class TorchGuard:
             return mine
         decision, _ = settle(self.guard, mine, self._faults)
         return decision
+
+    def _note_dropout(self) -> None:
+        models = [] if self._state is None else self._state.models.values()
+        found = [name for model in models for name in dropping(model, in_training=True)]
+        if found:
+            self.guard.note({"training_dropout": some(found)})
 
     def _rate(self) -> float | None:
         rates = (

@@ -453,11 +453,12 @@ class KLGuardCallback(TrainerCallback):
     def _show(self, trainer: Any, guard: KLGuard, stats: TokenStats | None) -> None:
         """Put figures into the logs that every tracker sees: the level of each step, and what was measured in it."""
         last = guard.history[-1]
-        largest = {"level": float(guard.level), "kl_max": last.kl_max}
-        means = {"kl_mean": last.kl_mean}
+        largest = {"level": float(guard.level), "spikes": float(guard.spikes), "kl_max": last.kl_max}
+        means: dict[str, float | None] = {"kl_mean": last.kl_mean}
         if stats is not None:
             largest["log_ratio_max"] = stats.log_ratio_extreme
             means |= {"kl_token_mean": stats.kl_token_mean, "top_share": stats.top_share}
+            means["kl_without_special"] = stats.kl_without_special
         for figures in (largest, means):
             for name, value in figures.items():
                 if value is not None and not math.isnan(value):
@@ -520,7 +521,7 @@ class KLGuardCallback(TrainerCallback):
         back = self.decision.checkpoint
         if back is not None and self.guard is not None and self.guard.rank == 0:
             logger.warning(
-                "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
+                "kl-guard: to go back, change what caused it, then: "
                 "trainer.train(resume_from_checkpoint=%r) (True would take the newest checkpoint, maybe from the "
                 "trouble itself)",
                 back.path,

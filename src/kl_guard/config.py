@@ -106,7 +106,7 @@ class GuardConfig:
         2.0, "KL penalty after the first rollback, as a multiple of the original; squared after the second. Above 0."
     )
     new_noise: bool = _knob(True, "Sample other completions after a rollback, from its first step on.")
-    grace: int = _knob(5, "Observations after a rollback in which only KL_NONFINITE acts. At least 0.")
+    grace: int = _knob(5, "Observations after a rollback or a resume in which only KL_NONFINITE acts. At least 0.")
     pin_checkpoints: bool = _knob(
         True, "Keep copies of calm checkpoints (hard links where possible) that the trainer's rotation cannot delete."
     )

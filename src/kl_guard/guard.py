@@ -171,6 +171,11 @@ class KLGuard:
         return self._journal is not None and not self._journal.acquire()
 
     @property
+    def spikes(self) -> int:
+        """How many of the last 100 observations had a KL far above the rest, gone at the next (KL_SPIKES)."""
+        return self._panel.spikes
+
+    @property
     def decision(self) -> Decision:
         """The decision that stands now, without findings."""
         return self._decision(())
@@ -567,7 +572,8 @@ class KLGuard:
         asking = [finding for finding in findings if self._panel.acts(finding)]
         reason = None
         if asking and self._standing is None and self.config.action != "warn":
-            reason = max(asking, key=lambda finding: finding.severity.rank)
+            # What is not finite is called so, though it is above a ceiling too.
+            reason = max(asking, key=lambda finding: (finding.severity.rank, finding.signature == "KL_NONFINITE"))
         for finding in findings:
             if finding is not reason:
                 self._report(finding)
@@ -630,13 +636,21 @@ class KLGuard:
     def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
         """Return the decision for `reason`, and what the journal keeps of it."""
         back = self._target(reason)
-        hopeless = self._panel.wrong_from_the_start
-        action, note = choose(self.config, self._memory, reason, back, hopeless=hopeless)
+        action, note = choose(self.config, self._memory, reason, back, hopeless=self._why_hopeless())
         to_step = back.step if back is not None and action == "rollback" else None
         failure = Failure(reason.signature, reason.step, reason.departure_step)
         self._memory.decide(failure, to_step)
         facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
         return Decision(action, (), back, reason, note), facts
+
+    def _why_hopeless(self) -> str:
+        """Return why no checkpoint is better than the present state, "" where one may be."""
+        if self._panel.wrong_from_the_start:
+            return "the KL was this high from the first step, so no checkpoint is better"
+        few = self._tokens.ledger.few_completions()
+        if few is not None:
+            return f"{few} carry the KL and the others do not: what is wrong with them would be wrong again"
+        return ""
 
     def _target(self, reason: Finding) -> Checkpoint | None:
         try:
@@ -813,7 +827,7 @@ class KLGuard:
         said = [finding for finding in self.findings if finding.attempt == self.attempt]
         self._panel.restore(self.history, said, mid_run=memory.mid_run, returned=memory.returned, resumed=resumed)
         acted = any(self._panel.acts(finding) for finding in said)
-        self._grace_left = self.config.grace if acted else 0
+        self._grace_left = self.config.grace if acted or step > 0 else 0  # engines may need some steps to recover
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
 

@@ -55,7 +55,8 @@ def describe_decision(decision: Decision) -> str:
     elif decision.checkpoint is not None:
         text = (
             f"halting. Last checkpoint from before the departure: {decision.checkpoint.path} "
-            f"(step {decision.checkpoint.step}); later ones may be from the trouble"
+            f"(step {decision.checkpoint.step}); later ones may be from the trouble. From there, the same data and "
+            f"settings will likely fail the same way again"
         )
     else:
         text = "halting. No checkpoint from before the departure is known"
