@@ -54,6 +54,7 @@ bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelle
 	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/false_alarms.py
 	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 
 lint: $(READY) ## Check format and lint.
