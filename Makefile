@@ -61,6 +61,7 @@ bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelle
 	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/false_alarms.py
 	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
 
 docs: $(READY) ## Build the documentation into site/; a broken link is an error.

@@ -45,7 +45,8 @@ class Rule:
     min_observations: int = 12
     robust: bool = True
     warmup: int = 20
-    cold_factor: float = 2.0
+    cold_factor: float = 2.5
+    record_factor: float = 4.0
     multi: bool = True
 
 
@@ -70,7 +71,7 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
         return None
     early, late = w[: max(5, n // 4)], w[-max(5, n // 5) :]
     floor = rule.abs_floor
-    if rule.robust and start < rule.warmup:
+    if rule.robust and rule.warmup and start < max(rule.warmup, horizon or 0):
         floor *= rule.cold_factor
     threshold = max(rule.ratio * float(np.median(early)), floor)
     if not math.fsum(late) / len(late) > threshold:
@@ -79,7 +80,7 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
         return None
     if rule.robust and horizon is not None and start >= 5:
         record = max(float(np.median(x[i : i + 5])) for i in range(start - 4))
-        if not float(np.median(late)) > 2 * record:
+        if not float(np.median(late)) > rule.record_factor * record:
             return None
     s, _, _, p = mann_kendall(w[n // 2 :].tolist())
     if not (s > 0 and p < alpha):
