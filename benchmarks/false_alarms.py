@@ -215,7 +215,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    """Print both tables; return 1 when a goal is missed with the noise of recorded series."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2_000, help="healthy runs of 200 to 5,000 observations")
     parser.add_argument("--blow-ups", type=int, default=500, help="runs that blow up, a quarter of them late in 5,000")
