@@ -35,6 +35,8 @@ class Alerts:
         where None, so that they need not stand in a file.
     on_incident:
         Called with an `Incident`.
+    given:
+        What messages call `alerts`.
 
     Raises
     ------
@@ -49,10 +51,15 @@ class Alerts:
     Alerts(services=[], on_incident=True)
     """
 
-    def __init__(self, alerts: Iterable[str] | str | None = None, on_incident: OnIncident | None = None) -> None:
+    def __init__(
+        self,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
+        *,
+        given: str = "alerts",
+    ) -> None:
         if on_incident is not None and not callable(on_incident):
             raise TypeError(f"on_incident must be a function of one argument, or None, got {on_incident!r}")
-        given = "alerts"
         if alerts is None:
             given, alerts = VARIABLE, os.environ.get(VARIABLE, "")
         if not isinstance(alerts, Iterable):

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.interval > 0:
         raise ValueError(f"--interval must be a number above 0, got {options.interval}")
     logging.getLogger("kl_guard").addHandler(logging.StreamHandler(sys.stderr))
-    alerts = Alerts(options.alert)
+    alerts = Alerts(options.alert, given="--alert")
     guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
     with closing(alerts), Follower(options.log) as follower, _View(options.log) as view:
