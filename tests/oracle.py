@@ -45,7 +45,7 @@ class Rule:
     min_observations: int = 12
     robust: bool = True
     warmup: int = 20
-    cold_factor: float = 2.5
+    cold_factor: float = 2.0
     record_factor: float = 4.0
     multi: bool = True
 
@@ -71,7 +71,7 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
         return None
     early, late = w[: max(5, n // 4)], w[-max(5, n // 5) :]
     floor = rule.abs_floor
-    if rule.robust and rule.warmup and start < max(rule.warmup, horizon or 0):
+    if rule.robust and start < rule.warmup:
         floor *= rule.cold_factor
     threshold = max(rule.ratio * float(np.median(early)), floor)
     if not math.fsum(late) / len(late) > threshold:

@@ -72,9 +72,7 @@ class GuardConfig:
         20, "Observations at the start that KL_GROWTH leaves out, since every run climbs from 0 at first. At least 0."
     )
     cold_factor: float = _knob(
-        2.5,
-        "KL_BLOWUP: factor on abs_floor for a window that reaches into the warm-up, or has less of the run before it "
-        "than in it. At least 1.",
+        2.0, "KL_BLOWUP: factor on abs_floor for a window that reaches into the warm-up. At least 1."
     )
     hard_ceiling: float = _knob(
         100.0, "KL above this for `sustain` observations is critical from the first step on. Above 0; inf is off."

@@ -176,6 +176,6 @@ def test_a_departure_never_lies_after_its_onset():
     """Whatever the shape, the place to go behind is not later than the crossing."""
     for growth in (1.03, 1.1, 1.5, 3.0, 50.0):
         for start in (5, 25, 60):
-            finding = first(KLBlowup(), blow_up(start, start + 170, growth=growth))
+            finding = first(KLBlowup(), blow_up(start, start + 150, growth=growth))
             assert finding is not None
             assert finding.departure_step <= finding.onset_step <= finding.step

@@ -68,8 +68,8 @@ class RiseMonitor:
     t = max(ratio * b, floor), late part = last max(5, n // 5). The rule holds when the mean and the median of the late
     part are above t and the Mann-Kendall test on the second half is rising. Horizons are the last 32, 64, 128, ...
     observations and the whole run, and share alpha; a trailing one must also have its late median above four times the
-    highest running median of 5 from before it began (KL_GROWTH: twice). A cold window uses a higher floor: one that
-    reaches into the warm-up, or has less of the run before it than in it, is compared with the climb from 0.
+    highest running median of 5 from before it began (KL_GROWTH: twice). A window that reaches into the warm-up uses a
+    higher floor.
 
     `push` costs O(1). `critical` and `growth` cost O(log n) amortised for each horizon whose late mean is above the
     floor, and O(1) for the others.
@@ -244,10 +244,8 @@ class RiseMonitor:
         return None
 
     def _cold(self, window: HorizonWindow, level: Level) -> bool:
-        """Whether a window looks at the climb from 0: a level without the warm-up never does."""
-        if not self._config.robust or level.skip >= self._warmup:
-            return False
-        return window.start < max(self._warmup, window.horizon or 0)
+        """Whether a window reaches into the warm-up, where the baseline is the climb from 0."""
+        return self._config.robust and max(window.start, level.skip) < self._warmup
 
     def _judge(self, window: HorizonWindow, level: Level, alpha: float) -> Rise | None:
         """Apply the rule to one window, the cheapest condition first."""
