@@ -11,6 +11,7 @@ from kl_guard.config import KLKind
 from kl_guard.names import BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
 from kl_guard.observation import as_number
 
+CLOCKS = ("train_runtime", "_runtime", "runtime")  # names of the seconds since the start of a run
 ROUNDING = -1e-6  # a KL below this is no k3, whatever rounding did
 
 
@@ -53,6 +54,7 @@ class MetricReader:
         self.key = key
         self.source: KLSource | None = None
         self.lowest = math.inf
+        self.clocks: list[str] = []  # names seen that say how long the run has taken
         self._names: dict[str, tuple[str, str]] = {}
         self._finite: dict[str, int] = {}
         self._lowest: dict[str, float] = {}
@@ -158,6 +160,8 @@ class MetricReader:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:
                 self._steps[key] = 0
+            if key in CLOCKS:
+                self.clocks.append(key)
         self._unbound += new
 
     def _bind(self) -> None:
@@ -170,6 +174,12 @@ class MetricReader:
             if field is not None and key != self.key:
                 self._bound.setdefault(field, key)
         self._unbound = []
+
+
+def seconds_in(row: Mapping[str, Any], clock: str) -> float:
+    """Return how long a run had taken by a row, 0.0 where it does not say."""
+    number = _finite(row.get(clock))
+    return 0.0 if number is None else max(0.0, number)
 
 
 def _step_name(key: str) -> str:

@@ -19,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        status: int = options.run(options)
+        from kl_guard.cli.terminal import listening
+
+        with listening():
+            status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -39,30 +39,34 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay each log with each setting and print what comes of it."""
-    from kl_guard.cli.answer import answer, as_text, table
+    from kl_guard.cli import terminal
+    from kl_guard.cli.answer import Question, answers, as_text, table
+    from kl_guard.progress import on_terminal
 
     sweep = [knobs.parse(text) for text in options.sweep]
     names = [name for name, _ in sweep]
     settings = [dict(zip(names, values, strict=True)) for values in itertools.product(*(v for _, v in sweep))]
-    answers = [
-        answer(log, options.key, {**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
-        for log in options.logs
+    if options.report and len(options.logs) * len(settings) != 1:
+        raise ValueError("--report takes one log and no --sweep")
+    asked = [
+        Question({**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
         for setting in settings
     ]
+    told = [one for log in options.logs for one in answers(log, options.key, asked, on_terminal)]
     if options.report:
-        if len(answers) != 1:
-            raise ValueError("--report takes one log and no --sweep")
         from kl_guard.report import render
 
-        Path(options.report).write_text(render(answers[0].story()), encoding="utf-8")
+        Path(options.report).write_text(render(told[0].story()), encoding="utf-8")
     if options.json:
-        for one in answers:
+        for one in told:
             json.dump(one.to_dict(), sys.stdout)
             print()
-    elif len(answers) == 1:
-        print(as_text(answers[0]))
+    elif len(told) == 1:
+        print(as_text(told[0]))
     else:
-        print(table(answers))
+        print(table(told))
+        for note in dict.fromkeys(note for one in told for note in one.result.notes):
+            print(terminal.wrapped(f"note: {note}"), file=sys.stderr)
     return 0
 
 

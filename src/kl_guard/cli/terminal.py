@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 NARROWEST = 20
 COLOURS = {"critical": "31;1", "warn": "33", "info": "36", "good": "32", "dim": "2"}
@@ -46,3 +48,20 @@ def wrapped(text: str, indent: str = "  ") -> str:
         textwrap.fill(line, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         for line in shown(text).splitlines()
     )
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Print what the guard logs, such as warnings of its own, on standard error."""
+    import logging
+
+    class Printer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print(shown(self.format(record)), file=sys.stderr, flush=True)
+
+    logger, printer = logging.getLogger("kl_guard"), Printer()
+    logger.addHandler(printer)
+    try:
+        yield
+    finally:
+        logger.removeHandler(printer)

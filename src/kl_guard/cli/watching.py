@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -43,14 +42,11 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Follow the log until a critical finding, the idle time, or Ctrl-C."""
-    import logging
-
     from kl_guard import GuardConfig, KLGuard
     from kl_guard.logs import Follower
 
     if not options.interval > 0:
         raise ValueError(f"--interval must be a number above 0, got {options.interval}")
-    logging.getLogger("kl_guard").addHandler(logging.StreamHandler(sys.stderr))
     guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0)
     quiet_since = time.monotonic()
     with Follower(options.log) as follower, _View(options.log) as view:
@@ -86,6 +82,8 @@ def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
 
 
 def _act(decision: Decision, options: argparse.Namespace) -> int:
+    import subprocess
+
     reason = decision.reason
     if options.on_critical and reason is not None:
         facts = {

@@ -89,11 +89,11 @@ def _open_folder(folder: Path) -> Log:
     unreadable = ""
     for state in states:
         try:
-            trainer_state.read_history(state)
+            history = trainer_state.read_history(state)
         except ValueError as error:
             unreadable = unreadable or str(error)
             continue
-        log: Log = trainer_state.TrainerState(state)
+        log: Log = trainer_state.TrainerState(state, history)
         if unreadable:
             log.notes.add("state", f"{unreadable}; {state} is read instead")
         return log
