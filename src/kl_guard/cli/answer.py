@@ -80,7 +80,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain values, ready for JSON."""
         source = self.result.source
-        return {
+        told = {
             "log": self.log,
             "setting": self.setting,
             "kl": None if source is None else {"name": source.name, "kind": source.kind, "others": source.others},
@@ -94,9 +94,10 @@ class Answer:
             "steps_after": self.steps_after,
             "hours_saved": self.hours_saved,
             "money_saved": self.money_saved,
-            "findings": [_plain(finding.to_dict()) for finding in self.result.findings],
+            "findings": [finding.to_dict() for finding in self.result.findings],
             "notes": list(self.result.notes),
         }
+        return {name: _plain(value) for name, value in told.items()}
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,11 @@ def _within(told: Told, part: int, parts: int, share: float) -> None:
 def as_text(one: Answer) -> str:
     """Return the answer as text."""
     result, lines = one.result, []
-    head = f"{one.log}: {result.observations} observations, steps {one.steps[0]} to {one.steps[-1]}"
-    lines.append(terminal.wrapped(head + (f"; {result.source}" if result.source else "")))
-    lines += [terminal.wrapped(f"note: {note}") for note in result.notes]
+    head = (
+        f"{terminal.in_one_line(one.log)}: {result.observations} observations, steps {one.steps[0]} to {one.steps[-1]}"
+    )
+    lines.append(terminal.wrapped(head + (f"; {terminal.in_one_line(str(result.source))}" if result.source else "")))
+    lines += [terminal.wrapped(terminal.in_one_line(f"note: {note}")) for note in result.notes]
     finite = [kl for kl in one.kl if kl is not None and math.isfinite(kl)]
     if finite:
         curve = sparkline(one.kl, terminal.width() - 4, plain=terminal.plain())
@@ -192,7 +195,7 @@ def table(answers: list[Answer]) -> str:
             back,
             said,
         ]
-        shown.add_row(*(Text(terminal.shown("-" if cell is None else str(cell))) for cell in cells))
+        shown.add_row(*(Text(terminal.in_one_line("-" if cell is None else str(cell))) for cell in cells))
     console = Console(width=terminal.width(), no_color=not terminal.in_colour(), highlight=False)
     with console.capture() as captured:
         console.print(shown)
@@ -209,7 +212,7 @@ def _verdict(one: Answer) -> str:
     if result.departure_step is not None:
         lines.append(f"The curve left its own regime at about step {result.departure_step}.")
     if one.checkpoint is not None:
-        lines.append(f"Go back to {one.checkpoint}, the newest checkpoint here from before that.")
+        lines.append(f"Go back to {terminal.in_one_line(one.checkpoint)}, the newest checkpoint here from before that.")
     elif one.there:
         lines.append(f"None of the {len(one.there)} checkpoints beside this log is from before that.")
     if one.hours_saved is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -40,6 +41,24 @@ def painted(text: str, colour: str) -> str:
 def shown(text: str) -> str:
     """Return text from a log or a model with what a terminal would obey made visible."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def in_one_line(text: str) -> str:
+    """Return the same for a name: ends of lines are made visible too."""
+    return shown(text).replace("\n", "\\n")
+
+
+def path(text: str) -> str:
+    """Return a path that was given on the command line, as the type of an argument.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        For an empty one, which would be the folder one is in.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
 
 
 def wrapped(text: str, indent: str = "  ") -> str:

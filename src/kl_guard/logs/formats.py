@@ -33,6 +33,8 @@ def open_log(path: str | os.PathLike[str]) -> Log:
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
+    if path.is_fifo():
+        raise ValueError(f"{path}: a pipe, of which the beginning cannot be read twice; write it to a file first")
     head = head_of(path)
     if is_events(head):
         return EventLog(path)

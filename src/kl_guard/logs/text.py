@@ -22,6 +22,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._notes: dict[str, list[str | int]] = {}
+        self._given: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.texts})"
@@ -30,6 +31,12 @@ class Notes:
         """Take note; of one kind the first text is kept and the others are counted."""
         self._notes.setdefault(kind, [text, 0])
         self._notes[kind][1] = int(self._notes[kind][1]) + 1
+
+    def news(self) -> list[str]:
+        """Return the texts that this has not returned yet, the first of each kind."""
+        new = [str(text) for kind, (text, _) in self._notes.items() if kind not in self._given]
+        self._given.update(self._notes)
+        return new
 
     def clear(self) -> None:
         """Forget all."""
