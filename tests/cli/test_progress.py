@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from terminals import AT_ONCE, COMMAND, OnTerminal
 
 from kl_guard.checkpoints.manifest import checksum, size_of
 from kl_guard.checkpoints.soundness import problems
 from kl_guard.progress import counted, unseen
-
-pytest.importorskip("pty")
-sys.path.insert(0, str(Path(__file__).parent))
-from terminals import AT_ONCE, COMMAND, OnTerminal  # noqa: E402
 
 ROWS = 3_000
 
@@ -33,8 +30,9 @@ def log(tmp_path):
 
 def test_a_long_replay_shows_a_bar(log):
     """On standard error, by the bytes read; it is gone at the end, and the output is what it is without."""
-    status, out, shown = OnTerminal(COMMAND, "replay", log).finish()
-    piped = subprocess.run([sys.executable, "-c", COMMAND, "replay", log], capture_output=True, text=True, check=True)
+    status, out, shown = OnTerminal(COMMAND, "replay", log, COLUMNS="80").finish()
+    command, environment = [sys.executable, "-c", COMMAND, "replay", log], {**os.environ, "COLUMNS": "80"}
+    piped = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert (status, out) == (0, piped.stdout)
     assert "reading " in shown
     assert max(map(int, re.findall(r"(\d+)%", shown))) > 50
@@ -99,8 +97,7 @@ def test_short_work_shows_nothing(tmp_path):
 def test_a_name_is_text(tmp_path):
     """Neither markup nor escape sequences of a name do anything."""
     log = write(tmp_path / "[red]x[-red] {} \x1b[2J.jsonl")
-    status, _, shown = OnTerminal(COMMAND, "replay", log.name, columns=200, PWD=str(tmp_path)).finish()
-    status, _, shown = OnTerminal(f"import os; os.chdir({str(tmp_path)!r})\n{COMMAND}", "replay", log.name).finish()
+    status, _, shown = OnTerminal(COMMAND, "replay", log).finish()
     assert status == 0
     assert "reading [red]x[-red] {} ?[2J.jsonl" in shown
     assert "\x1b[2J" not in shown

@@ -31,12 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as error:  # of help, or a usage error
-        _flush()
-        return error.code if isinstance(error.code, int) else USAGE
+        return _flushed(error.code if isinstance(error.code, int) else USAGE)
     except (ValueError, TypeError, OSError, ImportError) as error:
         _complain(f"kl-guard: error: {_one_line(error)}")
-        _flush()
-        return USAGE
+        return _flushed(USAGE)
     return status
 
 
@@ -50,11 +48,18 @@ def _see_to_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _flush() -> None:
+def _flushed(status: int) -> int:
+    """Return the status when all is printed that can be: that of a usage error where it cannot."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except BrokenPipeError:
         _close_output()
+    except OSError as error:
+        _close_output()
+        if status != USAGE:
+            _complain(f"kl-guard: error: {_one_line(error)}")
+        return USAGE
+    return status
 
 
 def _close_output() -> None:

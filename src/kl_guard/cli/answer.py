@@ -119,8 +119,8 @@ def answers(log: str, key: str | None, questions: Sequence[Question], shown: Sho
         For a log or a knob that cannot be taken; the message has which.
     """
     configs = [GuardConfig.build(**question.knobs) for question in questions]
-    opened = open_log(log)
-    with shown(f"reading {log}") as told:
+    opened, name = open_log(log), Path(log).name or log
+    with shown(f"reading {name}") as told:
         opened.on_share = told
         series = from_log(opened, key)
         if len(questions) > 1:
@@ -128,7 +128,7 @@ def answers(log: str, key: str | None, questions: Sequence[Question], shown: Sho
         else:
             results = [judged(series, configs[0], questions[0].knobs)]
     if len(questions) > 1:
-        with shown(f"replaying {log} {len(questions)} times") as told:
+        with shown(f"replaying {name} {len(questions)} times") as told:
             results = []
             for number, (config, question) in enumerate(zip(configs, questions, strict=True)):
                 series.on_share = partial(_within, told, number, len(questions))
