@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from terminals import AT_ONCE, COMMAND, OnTerminal
 
 from kl_guard.checkpoints.manifest import checksum, size_of
 from kl_guard.checkpoints.soundness import problems
 from kl_guard.progress import counted, unseen
+from terminals import AT_ONCE, COMMAND, OnTerminal
 
 ROWS = 3_000
 
