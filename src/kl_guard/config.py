@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
@@ -158,6 +157,8 @@ class GuardConfig:
         known = [f.name for f in fields(cls)]
         for name in overrides:
             if name not in known:
+                import difflib
+
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
                 raise TypeError(f"GuardConfig has no option {name!r}; {hint}")

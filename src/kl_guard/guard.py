@@ -27,6 +27,7 @@ from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
 from kl_guard.panel import Panel
+from kl_guard.progress import on_terminal, unseen
 from kl_guard.reading import KLSource
 from kl_guard.stats import HorizonWindow
 from kl_guard.token_keeper import TokenKeeper, TokenText
@@ -115,7 +116,8 @@ class KLGuard:
         self._journal = Journal(self.folder, self._retell) if self.folder is not None and self.rank == 0 else None
         self._past = None if self.folder is None else Journal(self.folder)  # to be read, on every rank
         self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
-        self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
+        shown = on_terminal if self._announces else unseen
+        self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints, shown=shown)
         self._panel = self._new_panel()
         self._trainer_log = TrainerLog(self._warn_once)
         self._resumed: Return | None = None

@@ -12,6 +12,7 @@ from kl_guard.names import BESIDE, BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLNa
 from kl_guard.observation import as_number
 
 MANY = 10_000  # names that are remembered: a trainer may give each step's metrics names of their own
+CLOCKS = ("train_runtime", "_runtime", "runtime")  # names of the seconds since the start of a run
 ROUNDING = -1e-6  # a KL below this is no k3, whatever rounding did
 
 
@@ -54,6 +55,7 @@ class MetricReader:
         self.key = key
         self.source: KLSource | None = None
         self.lowest = math.inf
+        self.clocks: list[str] = []  # names seen that say how long the run has taken
         self._names: dict[str, tuple[str, str]] = {}
         self._beside: dict[str, set[str]] = {}
         self._finite: dict[str, int] = {}
@@ -163,6 +165,8 @@ class MetricReader:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:
                 self._steps[key] = 0
+            if key in CLOCKS:
+                self.clocks.append(key)
         self._unbound += new
 
     def _forget(self) -> None:
@@ -185,6 +189,12 @@ class MetricReader:
             if field is not None and key != self.key:
                 self._bound.setdefault(field, key)
         self._unbound = []
+
+
+def seconds_in(row: Mapping[str, Any], clock: str) -> float:
+    """Return how long a run had taken by a row, 0.0 where it does not say."""
+    number = _finite(row.get(clock))
+    return 0.0 if number is None else max(0.0, number)
 
 
 def _step_name(key: str) -> str:

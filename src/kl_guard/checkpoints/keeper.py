@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kl_guard.checkpoints.ledger import Ledger
+from kl_guard.checkpoints.manifest import size_of
 from kl_guard.checkpoints.pins import Pin, PinStore
 from kl_guard.checkpoints.quarantine import Quarantine
 from kl_guard.checkpoints.retention import wanted
 from kl_guard.checkpoints.soundness import problems
 from kl_guard.findings import Checkpoint
+from kl_guard.progress import Shown, counted, unseen
 
 logger = logging.getLogger("kl_guard")
 
@@ -30,11 +32,14 @@ class Keeper:
         The guard's folder, for `pins/` and `quarantine/`; None for a run without files.
     pins:
         Whether checkpoints are pinned.
+    shown:
+        Shows how far it is where the caller waits for checksums.
     """
 
-    def __init__(self, folder: Path | None, *, pins: bool = True) -> None:
+    def __init__(self, folder: Path | None, *, pins: bool = True, shown: Shown = unseen) -> None:
         self._folder = folder
         self._pinning = pins
+        self._shown = shown
         self._ledger = Ledger()
         self._pins: PinStore | None = None
         self._quarantine: Quarantine | None = None
@@ -59,7 +64,7 @@ class Keeper:
         self._quarantine = Quarantine(self._folder / "quarantine", within=self._folder.parent)
         if self._pinning and (self._pins is None or self._pins.run_id != run_id):
             self.close()
-            self._pins = PinStore(self._folder / "pins", run_id)
+            self._pins = PinStore(self._folder / "pins", run_id, shown=self._shown)
             self._pins.clean()
 
     def get(self, step: int) -> Checkpoint | None:
@@ -209,7 +214,8 @@ class Keeper:
         if not self._reads:
             return True
         manifest = self._pins.manifest_of(original.step, path) if self._pins is not None else None
-        wrong = list(problems(path, manifest, original.files))
+        with self._shown(f"checking the checkpoint of step {original.step}") as told:
+            wrong = list(problems(path, manifest, original.files, on_bytes=counted(told, size_of(path))))
         for text in wrong:
             if text not in self._said:
                 self._said.add(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -12,6 +12,9 @@ from kl_guard.paths import sync
 
 NAME = "kl_guard_manifest.json"
 _CHUNK = 1 << 22
+
+OnBytes = Callable[[int], None]
+"""Is told how many bytes more were read."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,12 @@ class Manifest:
                 raise ValueError(f"{folder / NAME} names a file outside of its folder: {name!r}")
         return manifest
 
-    def problems(self, folder: Path) -> Iterator[str]:
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size for record in self.files.values())
+
+    def problems(self, folder: Path, on_bytes: OnBytes | None = None) -> Iterator[str]:
         """Yield what is wrong with the files in `folder`, each with its path."""
         for name, record in self.files.items():
             path = folder / name
@@ -94,7 +102,7 @@ class Manifest:
                 size = path.stat().st_size
                 if size != record.size:
                     yield f"{path} has {size} bytes instead of {record.size}"
-                elif checksum(path) != record.sha256:
+                elif checksum(path, on_bytes) != record.sha256:
                     yield f"{path} does not match its checksum"
             except FileNotFoundError:
                 yield f"{path} is missing"
@@ -126,8 +134,13 @@ def sizes_of(folder: Path) -> dict[str, int]:
         return {}
 
 
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's content.
+def size_of(checkpoint: Path) -> int:
+    """Return the bytes of a checkpoint's files together; 0 where they cannot be read."""
+    return sum(sizes_of(checkpoint).values())
+
+
+def checksum(path: Path, on_bytes: OnBytes | None = None) -> str:
+    """Return the SHA-256 of a file's content; `on_bytes` is told how many bytes more were read.
 
     Raises
     ------
@@ -138,4 +151,6 @@ def checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return digest.hexdigest()

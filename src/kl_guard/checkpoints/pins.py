@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import BinaryIO
 from kl_guard.checkpoints.manifest import NAME as MANIFEST
 from kl_guard.checkpoints.manifest import FileRecord, Manifest, base_of, checksum, files_of
 from kl_guard.paths import safe_name, sync, unused
+from kl_guard.progress import Shown, counted, unseen
 
 logger = logging.getLogger("kl_guard")
 
@@ -25,6 +28,7 @@ DRAFT = ".draft-"
 KNOWN = "manifests"  # of pins that are gone, as long as the original is there
 PROCESS = uuid.uuid4().hex[:8]  # told apart from earlier processes, whose number may have been the same
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
+LOOK = 0.1  # seconds from one look at a pin that is waited for to the next
 ROOM = 2  # checkpoints' worth of free space below which nothing is copied
 
 
@@ -57,9 +61,11 @@ class PinStore:
         The run they belong to; pins of another run are never offered.
     small:
         Files of fewer bytes are copied, not linked.
+    shown:
+        Shows how far it is where the caller waits for checksums.
     """
 
-    def __init__(self, folder: Path, run_id: str, *, small: int | None = None) -> None:
+    def __init__(self, folder: Path, run_id: str, *, small: int | None = None, shown: Shown = unseen) -> None:
         self.folder = folder
         self.run_id = run_id
         self._small = SMALL if small is None else small
@@ -67,6 +73,8 @@ class PinStore:
         self._worker: ThreadPoolExecutor | None = None
         self._building: dict[int, Future[None]] = {}
         self._made: dict[int, Manifest] = {}  # by this process; what is on the disk, others may have written
+        self._shares: dict[int, float] = {}  # of the pins that are being made, as far as they are
+        self._shown = shown
         self._said: set[str] = set()
 
     def __repr__(self) -> str:
@@ -127,6 +135,9 @@ class PinStore:
     def wait(self) -> None:
         """Wait until every pin begun is complete or given up."""
         for step, future in list(self._building.items()):
+            with self._shown(f"pinning the checkpoint of step {step}") as told:
+                while not futures.wait([future], timeout=LOOK).done:
+                    told(self._shares.get(step, 0.0))
             future.result()
             self._building.pop(step, None)
 
@@ -150,7 +161,8 @@ class PinStore:
         now = _states(pin.path)
         if now is not None and self._compared.get(pin.path) == now:
             return True  # a large checkpoint is read once, not at every look
-        wrong = list(_links(pin)) or list(pin.manifest.problems(pin.path))
+        with self._shown(f"checking the pin of step {pin.step}") as told:
+            wrong = list(_links(pin)) or list(pin.manifest.problems(pin.path, counted(told, pin.manifest.size)))
         for text in wrong:
             self._say(text, f"pin of step {pin.step} is not used: {text}")
         if not wrong:
@@ -173,7 +185,9 @@ class PinStore:
         except OSError:
             return False
         rest = {name: record for name, record in pin.manifest.files.items() if name not in linked}
-        return not any(replace(pin.manifest, files=rest).problems(folder))
+        unlinked = replace(pin.manifest, files=rest)
+        with self._shown(f"comparing {folder.name} with its pin") as told:
+            return not any(unlinked.problems(folder, counted(told, unlinked.size)))
 
     def thin_out(self, wanted: Callable[[list[int]], set[int]]) -> None:
         """Delete the complete pins of this run that are not wanted: only the guard's own surplus.
@@ -280,6 +294,7 @@ class PinStore:
     def close(self) -> None:
         """Finish what was begun, and stop the thread."""
         if self._worker is not None:
+            self.wait()
             self._worker.shutdown(wait=True)
             self._worker = None
 
@@ -312,10 +327,11 @@ class PinStore:
                 with file, (draft / name).open("xb") as copy:
                     shutil.copyfileobj(file, copy, 1 << 22)
             files = {}
-            for name in names:
-                path = draft / name
-                sync(path)
-                files[name] = FileRecord(path.stat().st_size, checksum(path))
+            sizes = {name: (draft / name).stat().st_size for name in names}
+            on_bytes = counted(functools.partial(self._shares.__setitem__, manifest.step), sum(sizes.values()))
+            for name, size in sizes.items():
+                sync(draft / name)
+                files[name] = FileRecord(size, checksum(draft / name, on_bytes))
             complete = Manifest(**{**vars(manifest), "files": files})
             complete.write(draft)
             for folder in [p for p in draft.rglob("*") if p.is_dir()] + [draft]:
@@ -328,6 +344,8 @@ class PinStore:
         except Exception:
             logger.exception("kl-guard: a fault of the guard itself in pinning; training goes on")
             self._give_up(draft, held, f"checkpoint {manifest.source} is not pinned", "fault")
+        finally:
+            self._shares.pop(manifest.step, None)
 
     def _give_up(self, draft: Path, held: dict[str, BinaryIO], text: str, kind: str) -> None:
         for file in held.values():

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_guard.cli import knobs
+from kl_guard.cli import knobs, terminal
 
 if TYPE_CHECKING:
     from kl_guard import Decision, Finding, KLGuard
     from kl_guard.alerts import Alerts
 
 CRITICAL = 1
+LONGEST = 1e6  # seconds
 
 
 def add_to(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         description="Follow a growing log (JSON lines, console output, CSV), through rotation and truncation. Exits "
         "with 1 on a critical finding.",
     )
-    parser.add_argument("log", metavar="LOG", help="a file; it may come later")
+    parser.add_argument("log", type=terminal.path, metavar="LOG", help="a file; it may come later")
     parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
     parser.add_argument(
         "--on-critical",
@@ -53,21 +53,24 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Follow the log until a critical finding, the idle time, or Ctrl-C."""
-    import logging
-
     from kl_guard import GuardConfig, KLGuard
     from kl_guard.alerts import Alerts
     from kl_guard.logs import Follower
 
-    if not options.interval > 0:
+    if not 0 < options.interval < LONGEST:
         raise ValueError(f"--interval must be a number above 0, got {options.interval}")
-    logging.getLogger("kl_guard").addHandler(logging.StreamHandler(sys.stderr))
     alerts = Alerts(options.alert, given="--alert")
+    if options.idle is not None and not options.idle >= 0:
+        raise ValueError(f"--idle must be a number of at least 0, got {options.idle}")
+    if Path(options.log).is_dir() or Path(options.log).is_file():
+        Path(options.log).open("rb").close()  # said at once where it cannot be; one that is not there may come
     guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
     with closing(alerts), Follower(options.log) as follower, _View(options.log) as view:
         while True:
             rows = follower.poll()
+            for note in follower.notes.news():
+                view.note(note)
             for row in rows:
                 decision = _take(guard, row, options.key)
                 for finding in decision.findings:
@@ -118,6 +121,8 @@ def _tell(alerts: Alerts, guard: KLGuard, finding: Finding, options: argparse.Na
 
 
 def _act(decision: Decision, options: argparse.Namespace) -> int:
+    import subprocess
+
     reason = decision.reason
     if options.on_critical and reason is not None:
         facts = {
@@ -155,17 +160,20 @@ class _View:
 
     def say(self, finding: Finding) -> None:
         """Print a finding."""
-        from kl_guard.cli import terminal
         from kl_guard.messages import describe
 
         self._clear()
         print(terminal.painted(terminal.wrapped(describe(finding), "    "), str(finding.severity)), flush=True)
 
+    def note(self, text: str) -> None:
+        """Print what is peculiar about the log."""
+        self._clear()
+        print(terminal.in_one_line(f"kl-guard: {text}"), file=sys.stderr, flush=True)
+
     def show(self, guard: KLGuard) -> None:
         """Bring the line up to date."""
         if not self._live:
             return
-        from kl_guard.cli import terminal
         from kl_guard.cli.curve import sparkline
 
         count = len(guard.history)
@@ -180,7 +188,7 @@ class _View:
             recent = [guard.history[i].kl_mean for i in range(max(0, count - 4 * room), count)] if room > 0 else []
             text += sparkline(recent, room, plain=terminal.plain())
         self._clear()
-        self._shown = terminal.shown(text)[: terminal.width() - 1]
+        self._shown = terminal.in_one_line(text)[: terminal.width() - 1]
         print(self._shown, end="", flush=True)
 
     def _clear(self) -> None:

@@ -31,6 +31,7 @@ class JournalLog(Log):
 
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
+        self._lines.on_share = self.on_share
         for observation in recall(self._records()).history:
             yield observation.known()
 

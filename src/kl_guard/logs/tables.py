@@ -94,6 +94,7 @@ class LongTable(Log):
 
     def rows(self) -> Iterator[Row]:  # noqa: D102
         runs: dict[str, dict[int, Row]] = {}
+        self._table.on_share = self.on_share
         for row in self._table.rows():
             run = str(row.get("run_id") or row.get("run_uuid") or row.get("run_name") or "")
             key = row.get("key")
