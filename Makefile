@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-floor lint types format soak bench clean
+.PHONY: help setup demo test test-floor docs lint types format soak bench audit mutants clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -50,13 +50,16 @@ demo: $(READY) ## Train two real GRPO runs on the CPU: one healthy, one that blo
 
 test: $(READY) $(FLOOR_READY) $(ZERO_READY) $(AXE_READY) ## Run all tests; those of TRL on the newest and on the lowest supported version.
 	$(BIN)/python -m pytest $(WORKERS) -m 'not soak'
-	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest $(WORKERS) -m 'trl and not soak and not newest' tests/trl
+	KL_GUARD_EXPECT_TRL=1.0.0 PYTHONPATH=$(FLOOR):tests/floor $(BIN)/python -m pytest $(WORKERS) -m 'trl and not soak and not newest' tests/trl
 
 soak: $(READY) ## Run the long repeats as well.
 	$(BIN)/python -m pytest -m soak
 
 bench: $(READY) ## Run all benchmarks and write benchmarks/RESULTS.md; SERIES=folder of labelled series, ONLY="cost pins".
 	$(BIN)/python benchmarks/results.py $(if $(SERIES),--series $(SERIES)) $(if $(ONLY),--only $(ONLY))
+
+docs: $(READY) ## Build the documentation into site/; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY) ## Check format and lint.
 	$(BIN)/ruff format --check .
@@ -69,5 +72,12 @@ format: $(READY) ## Format, and fix what can be fixed.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+audit: $(READY) ## Do the dependencies fit together, and are any known to be vulnerable?
+	$(BIN)/python .ci/audit.py
+
+mutants: $(READY) ## Change the code of stats, detectors and checkpoints in small ways: do the tests notice? Takes hours.
+	$(BIN)/python -m pip install --quiet --group mutation
+	$(BIN)/python benchmarks/mutants.py
+
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(FLOOR) $(ZERO) $(AXE) browser-output demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) $(ZERO) $(AXE) browser-output demo-output rollback-output .mypy_cache .ruff_cache .pytest_cache .hypothesis site

@@ -46,6 +46,7 @@ class Rule:
     robust: bool = True
     warmup: int = 20
     cold_factor: float = 2.0
+    record_factor: float = 4.0
     multi: bool = True
 
 
@@ -79,7 +80,7 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
         return None
     if rule.robust and horizon is not None and start >= 5:
         record = max(float(np.median(x[i : i + 5])) for i in range(start - 4))
-        if not float(np.median(late)) > 2 * record:
+        if not float(np.median(late)) > rule.record_factor * record:
             return None
     s, _, _, p = mann_kendall(w[n // 2 :].tolist())
     if not (s > 0 and p < alpha):

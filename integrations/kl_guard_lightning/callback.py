@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from kl_guard import Checkpoint, Decision, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard.alerts import Alerts, OnIncident
 from kl_guard.token_stats import TokenStats
+from kl_guard_lightning import internals
 from kl_guard_lightning.base import Callback
 from kl_guard_lightning.keeping import Keeping
 from kl_guard_lightning.limits import expected_steps, limits
@@ -23,6 +26,7 @@ from kl_guard_lightning.tokens import Tokens
 from kl_guard_lightning.way_back import GoingBack, OnRollback, WayBack
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
+from kl_guard_torch.dropout import dropping, some
 from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.rng import random_state, set_random_state
@@ -57,6 +61,9 @@ class KLGuardCallback(Callback):
         Called with a `RollbackContext` after each rollback, to change what is to be done otherwise in the place of
         `lr_factor` and `new_noise`. The weight of a KL penalty is the module's own: this is the place to raise it, and
         in a buffer of the module it is saved with the checkpoints to come.
+    alerts, on_incident:
+        Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
+        with an `Incident`.
     **overrides:
         Single knobs by name, such as `action="warn"`.
 
@@ -76,6 +83,8 @@ class KLGuardCallback(Callback):
     TypeError, ValueError
         For a knob that does not exist or a value that is not allowed. A ValueError out of `fit`, after the first batch
         that logs something, for a name given here that is not among what was logged.
+    ModuleNotFoundError
+        For alerts by URL without the package apprise.
     KLGuardHalted
         Out of `fit` after a halt, with `on_halt="raise"`.
     """
@@ -88,9 +97,12 @@ class KLGuardCallback(Callback):
         kl_max: str = Usual("kl_max"),
         output_dir: str | os.PathLike[str] | None = None,
         on_rollback: OnRollback | None = None,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
         **overrides: Any,
     ) -> None:
         self.config = GuardConfig.build(config, **overrides)
+        self._alerts = Alerts(alerts, on_incident)
         if on_rollback is not None and not callable(on_rollback):
             raise TypeError(f"on_rollback must be a function of one argument, or None, got {on_rollback!r}")
         for name, value in (("kl_mean", kl_mean), ("kl_max", kl_max)):
@@ -113,7 +125,13 @@ class KLGuardCallback(Callback):
         self._step = 0  # the last optimizer step that was observed
         self._learning_rate: float | None = None
         self._loss: Any = None
+        self._looked = False  # at which modules drop out
         self._loaded: Mapping[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
+        given: dict[str, Any] = {**self._logged.asked, "output_dir": self._output_dir, "on_rollback": self.on_rollback}
+        return functools.partial(type(self), **given), (self.config,)
 
     @property
     def state_key(self) -> str:
@@ -156,6 +174,7 @@ class KLGuardCallback(Callback):
         self.halted = self._goes_back = False
         self.decision = Decision()
         self._step = step
+        self._looked = False
         self._logged.forget()
         self._tokens.forget()
         self._faults.guarded(self._restore_random_state)
@@ -204,6 +223,7 @@ class KLGuardCallback(Callback):
         if agreed == STOP and not self.halted:
             self._settle(decision, trainer)
             if self._goes_back:
+                self._faults.guarded(internals.send_logs, trainer)  # the trainer does not get to it
                 self._leave(trainer)
                 raise GoingBack
         if self.halted:
@@ -248,6 +268,7 @@ class KLGuardCallback(Callback):
             output_dir=self.output_dir(trainer),
             rank=int(trainer.global_rank),
             expected_observations=expected,
+            alerts=self._alerts,
         )
 
     def output_dir(self, trainer: Any) -> Path | None:
@@ -345,13 +366,21 @@ class KLGuardCallback(Callback):
             values["loss"] = float(self._loss)
         if "learning_rate" not in values and self._learning_rate is not None:
             values["learning_rate"] = self._learning_rate
+        if not self._looked:
+            self._looked = True
+            self._faults.guarded(self._note_dropout, guard, pl_module)
         decision = guard.observe(step=step, tokens=stats, **values)
         self._faults.guarded(self._show, pl_module, guard, stats)
         return decision
 
+    def _note_dropout(self, guard: KLGuard, pl_module: Any) -> None:
+        found = list(dropping(pl_module, in_training=True))
+        if found:
+            guard.note({"training_dropout": some(found)})
+
     def _show(self, pl_module: Any, guard: KLGuard, stats: TokenStats | None) -> None:
         """Put figures into the logs that every logger sees."""
-        figures: dict[str, float | None] = {"level": float(guard.level)}
+        figures: dict[str, float | None] = {"level": float(guard.level), "spikes": float(guard.spikes)}
         if stats is not None:
             last = guard.history[-1]
             figures |= {"kl_mean": last.kl_mean, "kl_max": last.kl_max, "kl_token_mean": stats.kl_token_mean}
@@ -384,7 +413,7 @@ class KLGuardCallback(Callback):
         back = self.decision.checkpoint
         if back is not None and self.guard is not None and self.guard.rank == 0:
             logger.warning(
-                "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
+                "kl-guard: to go back, change what caused it, then: "
                 "trainer.fit(module, ckpt_path=%r) ('last' would take the newest checkpoint, maybe from the trouble "
                 "itself)",
                 os.fspath(to_load(Path(back.path))),

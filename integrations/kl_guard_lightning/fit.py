@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ def fit_with_rollback(
     trainer:
         Of `lightning.pytorch` or `pytorch_lightning`.
     module, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only:
-        As for `trainer.fit`. The guard's own checkpoints are loaded with `weights_only=False` where this is None: they
-        are files that this very run has written, compared with their checksums.
+        As for `trainer.fit`. Where `weights_only` is None, a checkpoint that the guard goes back to is read as tensors
+        and plain values if it is made of those. One that holds other objects (hyperparameters of a class of their own)
+        is unpickled only if this very process wrote it, by checksums that it holds in memory; otherwise it is left to
+        Lightning, which refuses it, as in any resume.
 
     Raises
     ------
@@ -88,7 +91,7 @@ def _to_the_end(
     loads = weights_only
     decided = _decided_before(callback, way, trainer, resume)
     if decided is not None:
-        resume, loads = to_load(Path(decided.path)), weights_only if weights_only is not None else False
+        resume, loads = to_load(Path(decided.path)), way.loads_with(None, decided, weights_only)
     while True:
         loggers = list(trainer.loggers)
         way.begun = False
@@ -102,7 +105,7 @@ def _to_the_end(
         except Exception as error:
             if not way.returning or way.begun:
                 raise  # the user's own
-            _refuse(callback, trainer, f"the trainer cannot load it: {error}")
+            _refuse(callback, trainer, f"the trainer cannot load it: {error}{_hint(error)}")
             if ranks.world_size() > 1:
                 raise  # the others may be waiting: only the end of this process ends their wait
             return
@@ -116,7 +119,7 @@ def _to_the_end(
             return
         callback.rollbacks.append(callback.decision)
         way.returning = True
-        resume, loads = to_load(Path(target.path)), weights_only if weights_only is not None else False
+        resume, loads = to_load(Path(target.path)), way.loads_with(callback.guard, target, weights_only)
 
 
 def _decided_before(callback: KLGuardCallback, way: WayBack, trainer: Any, resume: Any) -> Checkpoint | None:
@@ -160,6 +163,15 @@ def _refuse(callback: KLGuardCallback, trainer: Any, why: str) -> None:
     callback.over(failed=True)
     if callback.config.on_halt == "raise":
         raise callback.as_exception()
+
+
+def _hint(error: Exception) -> str:
+    """Return what to do where a checkpoint holds more than tensors and plain values."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return ""
+    return (
+        " (fit_with_rollback(..., weights_only=False) unpickles it, which runs what is in it: only for files you trust)"
+    )
 
 
 def _give_up(guard: KLGuard | None, why: str) -> str:

@@ -58,6 +58,16 @@ def fit_arguments(trainer: Any, weights_only: bool | None) -> dict[str, Any]:
     return {"weights_only": weights_only} if known and weights_only is not None else {}
 
 
+def send_logs(trainer: Any) -> None:
+    """Send loggers what this batch has logged, as the trainer does after it, whether or not a log is due.
+
+    Every process must call this. Nothing is sent where this version of Lightning does it in another way.
+    """
+    connector: Any = getattr(trainer, "_logger_connector", None)
+    if trainer.log_every_n_steps and hasattr(connector, "log_metrics") and hasattr(connector, "metrics"):
+        connector.log_metrics(connector.metrics["log"])
+
+
 def ends_epoch(trainer: Any) -> bool:
     """Return whether the last batch of an epoch was trained on just now."""
     return bool(getattr(_follow(trainer, "fit_loop.epoch_loop.batch_progress"), "is_last_batch", False))

@@ -32,6 +32,12 @@ def limits(trainer: Any, config: GuardConfig, folder: Path | None, why_not_back:
     if trainer.barebones:
         yield "Trainer(barebones=True) logs nothing: only tokens that training_step returns are seen"
     yield reach(config, expected_steps(trainer), 1)
+    micro = trainer.accumulate_grad_batches
+    if micro > 1:
+        yield f"accumulate_grad_batches is {micro}: a step averages {micro} batches, so a spike of S shows as S/{micro}"
+    least = [f"{name} is {n}" for name in ("min_steps", "min_epochs") if (n := getattr(trainer, name) or 0) > 1]
+    if least and config.action != "warn":
+        yield f"{' and '.join(least)}: trainer.should_stop waits for it, a halt of the guard does not"
     if config.action == "rollback" and why_not_back is None:
         yield (
             "action='rollback' needs fit_with_rollback(trainer, module, ...) in the place of trainer.fit; without it "

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kl_guard.checkpoints.manifest import base_of, files_of
 from kl_guard_torch.faults import Faults
 
@@ -101,6 +103,18 @@ def to_load(path: Path) -> Path:
         if len(names) == 1:
             return path / names[0]
     return path
+
+
+def reads_plainly(path: Path) -> bool:
+    """Return whether a checkpoint in one file is made of tensors and plain values, so that nothing need be unpickled.
+
+    Tensors stay on the disk: this looks at the list of what there is.
+    """
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:
+        return False
+    return True
 
 
 def _local(path: Any) -> Path | None:

@@ -12,7 +12,7 @@ from kl_guard_lightning import internals, optimizers
 from kl_guard_lightning.changes import RollbackContext, set_seed
 from kl_guard_lightning.optimizers import Optimizers, Schedulers
 from kl_guard_lightning.savers import forget_what_is_gone
-from kl_guard_lightning.saves import Saves
+from kl_guard_lightning.saves import Saves, reads_plainly, to_load
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import change
 from kl_guard_torch.facts import RestoreFailed, differences
@@ -105,6 +105,25 @@ class WayBack:
         for path in places:
             guard.checkpoints.provide(found, path, guard.attempt)
         return found
+
+    def loads_with(self, guard: KLGuard | None, checkpoint: Checkpoint, weights_only: bool | None) -> bool | None:
+        """Return the `weights_only` to load a checkpoint with, on every process alike; None leaves it to the trainer.
+
+        Unpickling runs what is in a file. Without a word of the user's that is done only with what this process wrote.
+        """
+        if weights_only is not None:
+            return weights_only
+        found: bool | None = None
+        try:
+            if ranks.rank() == 0:
+                if reads_plainly(to_load(Path(checkpoint.path))):
+                    found = True
+                elif guard is not None and guard.checkpoints.wrote(checkpoint):
+                    found = False
+        except Exception:
+            logger.exception("kl-guard: a fault of the guard itself in looking at a checkpoint")
+        loads: bool | None = ranks.gather(found)[0]
+        return loads
 
     def known(self, guard: KLGuard, step: int) -> Checkpoint | None:
         """Return the checkpoint that training was resumed from, where it is one of this run's, or a pin of one."""

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from kl_guard import Decision, GuardConfig, KLGuard, KLGuardHalted, learning_rate
+from kl_guard.alerts import OnIncident
 from kl_guard.observation import as_step
 from kl_guard.paths import unused
 from kl_guard.token_keeper import TokenText
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
 from kl_guard_torch.changes import RollbackContext
+from kl_guard_torch.dropout import dropping, some
 from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.room import why_no_room
@@ -65,6 +67,9 @@ class TorchGuard:
         How many steps the whole run will make, where known: short runs get a shorter warm-up.
     token_text:
         Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`.
+    alerts, on_incident:
+        Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
+        with an `Incident`.
     **overrides:
         Single knobs by name, such as `action="rollback"`.
 
@@ -81,6 +86,8 @@ class TorchGuard:
     ------
     TypeError, ValueError
         For a knob that does not exist, a value that is not allowed, or an object of the wrong kind.
+    ModuleNotFoundError
+        For alerts by URL without the package apprise.
 
     Examples
     --------
@@ -108,6 +115,8 @@ class TorchGuard:
         on_rollback: Callable[[RollbackContext], Any] | None = None,
         expected_steps: int | None = None,
         token_text: TokenText | None = None,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
         **overrides: Any,
     ) -> None:
         config = GuardConfig.build(config, **overrides)
@@ -146,6 +155,8 @@ class TorchGuard:
             rank=ranks.rank(),
             expected_observations=expected_steps,
             token_text=token_text,
+            alerts=alerts,
+            on_incident=on_incident,
         )
         self.decision = Decision()
         self.halted = False
@@ -155,9 +166,16 @@ class TorchGuard:
         self._watch = TokenWatch(config.outlier_top_k, self._faults.fault)
         self._at: int | None = None
         self._saved_once = False
+        self._looked = False  # at which modules drop out
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step={self._at}, attempt={self.attempt}, halted={self.halted})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a TorchGuard belongs to the process that trains and cannot be pickled or copied: leave it out of what a "
+            "worker is given"
+        )
 
     @property
     def attempt(self) -> int:
@@ -213,7 +231,7 @@ class TorchGuard:
             self._at = 0
             return 0
         self._faults.guarded(self._clean)
-        if fresh and ranks.rank() == 0:
+        if fresh and ranks.rank() == 0 and self._owns_folder:
             self._faults.guarded(self._saves.put_earlier_aside)
         if not fresh and path is None and any(self._faults.shared(self._faults.guarded(self.guard.recover))):
             self.decision = self.guard.decision
@@ -293,6 +311,9 @@ class TorchGuard:
         if self._at is None and self.config.action == "rollback":
             self._faults.say_once("start", "resume() was not called before the first step: the start is not kept")
         self._at = step
+        if not self._looked:
+            self._looked = True
+            self._faults.guarded(self._note_dropout)
         seen = self._watch.take()
         if tokens is None:
             tokens = seen
@@ -343,7 +364,7 @@ class TorchGuard:
         if not self._write(folder, step):
             return None
         self._note(step, folder)
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and self._owns_folder:
             self._faults.guarded(self._saves.thin_out)
         return folder
 
@@ -394,6 +415,12 @@ class TorchGuard:
             return mine
         decision, _ = settle(self.guard, mine, self._faults)
         return decision
+
+    def _note_dropout(self) -> None:
+        models = [] if self._state is None else self._state.models.values()
+        found = [name for model in models for name in dropping(model, in_training=True)]
+        if found:
+            self.guard.note({"training_dropout": some(found)})
 
     def _rate(self) -> float | None:
         rates = (
@@ -472,8 +499,13 @@ class TorchGuard:
         path = self._saves.newest_sound() if self._saves is not None and ranks.rank() == 0 else None
         return None if path is None else os.fspath(path)
 
+    @property
+    def _owns_folder(self) -> bool:
+        """Whether no other guard has the folder, whose checkpoints are not this one's to delete or rename."""
+        return not self.guard.refused
+
     def _clean(self) -> None:
-        if ranks.rank() == 0 and self._saves is not None:
+        if ranks.rank() == 0 and self._saves is not None and self._owns_folder:
             self._saves.clean()
             shutil.rmtree(self._own_folder("start"), ignore_errors=True)
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kl_guard.checkpoints.manifest import sync
+from kl_guard.checkpoints.manifest import size_of
 from kl_guard.checkpoints.soundness import problems
-from kl_guard.paths import unused
+from kl_guard.paths import sync, unused
+from kl_guard.progress import counted, for_rank
 from kl_guard_torch import ranks
 
 logger = logging.getLogger("kl_guard")
@@ -46,7 +47,7 @@ class Saves:
     def newest_sound(self) -> Path | None:
         """Return the newest checkpoint whose files are whole."""
         for _, path in sorted(self.present().items(), reverse=True):
-            wrong = next(problems(path), None)
+            wrong = whats_wrong(path)
             if wrong is None:
                 return path
             logger.warning("kl-guard: %s is passed over: %s", path, wrong)
@@ -110,3 +111,9 @@ def _tried(work: Callable[..., Any], *args: Any) -> str:
     except Exception as error:
         return f"{error}" or repr(error)
     return ""
+
+
+def whats_wrong(folder: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint; a large one shows how far it is."""
+    with for_rank(ranks.rank())(f"checking {folder.name}") as told:
+        return next(problems(folder, on_bytes=counted(told, size_of(folder))), None)

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from kl_guard import Checkpoint, Decision, Finding, KLGuard
-from kl_guard.checkpoints.soundness import problems
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import RollbackContext, change
 from kl_guard_torch.facts import RestoreFailed, differences
 from kl_guard_torch.faults import Faults
-from kl_guard_torch.saves import Saves
+from kl_guard_torch.saves import Saves, whats_wrong
 from kl_guard_torch.state import TrainingState
 
 logger = logging.getLogger("kl_guard")
@@ -86,7 +85,7 @@ class WayBack:
             raise ValueError(f"{folder} does not fit what is trained: {error}") from error
 
     def _read(self, folder: Path) -> dict[str, Any]:
-        wrong = next(problems(folder), None)
+        wrong = whats_wrong(folder)
         if wrong is not None:
             raise ValueError(wrong)
         return self._state.read(folder)

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kl_guard import Decision, GuardConfig, KLGuard, KLGuardHalted
+from kl_guard.alerts import Alerts, OnIncident
 from kl_guard.token_stats import TokenStats
 from kl_guard_torch import ranks
 from kl_guard_torch.agreement import settle
@@ -50,6 +51,9 @@ class KLGuardCallback(TrainerCallback):
         `lr_factor`, `beta_factor` and `new_noise`.
     reference:
         A model that `probe="auto"` measures KL against where the trainer has no reference (beta 0).
+    alerts, on_incident:
+        Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
+        with an `Incident`.
     **overrides:
         Single knobs by name, such as `action="warn"`.
 
@@ -68,6 +72,8 @@ class KLGuardCallback(TrainerCallback):
     ------
     TypeError, ValueError
         For a knob that does not exist or a value that is not allowed.
+    ModuleNotFoundError
+        For alerts by URL without the package apprise.
     KLGuardHalted
         Out of `trainer.train()` after a halt, with `on_halt="raise"`.
     """
@@ -78,9 +84,12 @@ class KLGuardCallback(TrainerCallback):
         *,
         on_rollback: OnRollback | None = None,
         reference: torch.nn.Module | None = None,
+        alerts: Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
         **overrides: Any,
     ) -> None:
         self.config = GuardConfig.build(config, **overrides)
+        self._alerts = Alerts(alerts, on_incident)
         if on_rollback is not None and not callable(on_rollback):
             raise TypeError(f"on_rollback must be a function of one argument, or None, got {on_rollback!r}")
         self.guard: KLGuard | None = None
@@ -104,6 +113,11 @@ class KLGuardCallback(TrainerCallback):
         self._decided_at = -1
         self._kept: HaltedState | None = None
         self._faults = Faults()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
+        make = functools.partial(type(self), on_rollback=self._on_rollback, reference=self._reference)
+        return make, (self.config,)
 
     def attach(self, trainer: Any) -> KLGuardCallback:
         """Let the guard see the tokens of every optimizer step, and take this trainer's run back by itself.
@@ -179,6 +193,8 @@ class KLGuardCallback(TrainerCallback):
             decision = self._observe_step(self._capture, args, state)
             self._wants_halt = self._wants_halt or bool(decision)
             self._decide(True, args, state, control, kwargs.get("model"))
+            if self._stopped and args.logging_strategy != "no":
+                control.should_log = True  # due or not: it is this step that one will look for
         self._keep_stopping(control)
 
     def on_optimizer_step(
@@ -298,6 +314,7 @@ class KLGuardCallback(TrainerCallback):
             rank=args.process_index,
             expected_observations=expected,
             token_text=self._token_text,
+            alerts=self._alerts,
         )
 
     def _token_text(self, token_id: int) -> str:
@@ -428,21 +445,24 @@ class KLGuardCallback(TrainerCallback):
             **hosts.values_of(metrics),
         )
         self._observed_at = step
-        if stats is not None:
-            self._show(capture.trainer, guard, stats)
+        self._show(capture.trainer, guard, stats)
         if decision:
             self.decision = decision
         return decision
 
-    def _show(self, trainer: Any, guard: KLGuard, stats: TokenStats) -> None:
-        """Put figures into the logs that every tracker sees."""
+    def _show(self, trainer: Any, guard: KLGuard, stats: TokenStats | None) -> None:
+        """Put figures into the logs that every tracker sees: the level of each step, and what was measured in it."""
         last = guard.history[-1]
-        largest = {"kl_max": last.kl_max, "log_ratio_max": stats.log_ratio_extreme, "level": float(guard.level)}
-        for name, value in largest.items():
-            internals.add_metric(trainer, f"kl_guard/{name}", math.nan if value is None else value, largest=True)
-        internals.add_metric(trainer, "kl_guard/kl_mean", math.nan if last.kl_mean is None else last.kl_mean)
-        internals.add_metric(trainer, "kl_guard/kl_token_mean", stats.kl_token_mean)
-        internals.add_metric(trainer, "kl_guard/top_share", stats.top_share)
+        largest = {"level": float(guard.level), "spikes": float(guard.spikes), "kl_max": last.kl_max}
+        means: dict[str, float | None] = {"kl_mean": last.kl_mean}
+        if stats is not None:
+            largest["log_ratio_max"] = stats.log_ratio_extreme
+            means |= {"kl_token_mean": stats.kl_token_mean, "top_share": stats.top_share}
+            means["kl_without_special"] = stats.kl_without_special
+        for figures in (largest, means):
+            for name, value in figures.items():
+                if value is not None and not math.isnan(value):
+                    internals.add_metric(trainer, f"kl_guard/{name}", value, largest=figures is largest)
 
     def _decide(
         self, due: bool, args: Any, state: TrainerState, control: TrainerControl, model: torch.nn.Module | None
@@ -501,7 +521,7 @@ class KLGuardCallback(TrainerCallback):
         back = self.decision.checkpoint
         if back is not None and self.guard is not None and self.guard.rank == 0:
             logger.warning(
-                "kl-guard: to go back, change what caused it (the same settings fail the same way again), then: "
+                "kl-guard: to go back, change what caused it, then: "
                 "trainer.train(resume_from_checkpoint=%r) (True would take the newest checkpoint, maybe from the "
                 "trouble itself)",
                 back.path,

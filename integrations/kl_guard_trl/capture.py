@@ -95,6 +95,7 @@ class Capture:
         self._generated: list[Tensor] = []
         self._without_tokens = 0
         self._ends: tuple[int | None, tuple[int, ...]] | None = None
+        self._special: tuple[int, ...] = ()
         if not self.why_no_steps:
             self._wrap("compute_loss", self._compute_loss)
             self._wrap("_generate_and_score_completions", self._generate)
@@ -202,9 +203,17 @@ class Capture:
             mask = mask * inputs["tool_mask"]
         if self._ends is None:
             self._ends = internals.special_ids(self.trainer)
+            self._special = internals.content_free_ids(self.trainer)
         pad, ends = self._ends
         summary = summarize_tokens(
-            policy, reference, mask, ids, self.config.outlier_top_k, pad_token_id=pad, eos_token_ids=ends
+            policy,
+            reference,
+            mask,
+            ids,
+            self.config.outlier_top_k,
+            pad_token_id=pad,
+            eos_token_ids=ends,
+            special_ids=(*self._special, *ends),
         )
         prompts = (inputs.get("prompt_ids"), inputs.get("prompt_mask")) if self.config.log_text else (None, None)
         self._step.batches.append(Batch(summary, *prompts))

@@ -13,6 +13,7 @@ from kl_guard import GuardConfig
 from kl_guard.config import KLKind
 from kl_guard.messages import reach
 
+EARLY = 10  # steps within which a first checkpoint is early enough
 NEEDED = 64  # steps behind an alarm that a departure may lie, for most blow-ups
 
 # What `kl` in the logs is, by the class of the arguments (TRL 1.0 to 1.16: the trainers' `_metrics[...]["kl"]`).
@@ -43,14 +44,17 @@ def _interval(args: Any, state: Any, name: str) -> int:
     return int(every) if every >= 1 else max(1, int(state.max_steps * every))
 
 
+def _steps_per_epoch(state: Any) -> int:
+    return max(1, int(state.max_steps) // max(1, round(state.num_train_epochs or 1)))
+
+
 def steps_per_log(args: Any, state: Any) -> int:
     """Return how many steps one log averages; 0 where nothing is logged."""
     strategy = _strategy(args.logging_strategy)
     if strategy == "no":
         return 0
     if strategy == "epoch":
-        epochs = max(1, round(state.num_train_epochs or 1))
-        return max(1, int(state.max_steps) // epochs)
+        return _steps_per_epoch(state)
     return _interval(args, state, "logging_steps")
 
 
@@ -67,7 +71,7 @@ def limits(
     if getattr(args, "logging_nan_inf_filter", False):
         yield "logging_nan_inf_filter is on: the logged loss hides NaN and inf, so a sound loss proves nothing"
     if config.action == "rollback":
-        yield from _going_back(args, why_not_back)
+        yield from _going_back(args, state, config, why_not_back)
     if getattr(args, "push_to_hub", False) and config.on_halt == "return":
         yield (
             "push_to_hub is on: train() returns normally after a halt, so look at callback.halted before the model is "
@@ -77,7 +81,12 @@ def limits(
         yield "load_best_model_at_end is on: after a halt the model holds the best checkpoint, not the halted state"
 
 
-def _going_back(args: Any, why_not_back: str | None) -> Iterator[str]:
+def _going_back(args: Any, state: Any, config: GuardConfig, why_not_back: str | None) -> Iterator[str]:
+    first = _first_save(args, state)
+    if EARLY < first < state.max_steps:
+        start_is_kept = why_not_back == "" and config.pin_start and config.pin_checkpoints
+        way = "the state at the start is the only way back" if start_is_kept else "there is no way back"
+        yield f"nothing is saved before step {first}: for trouble that begins earlier {way}"
     if why_not_back is None:
         yield (
             "action='rollback' needs callback.attach(trainer) before trainer.train(); without it the guard halts and "
@@ -87,6 +96,14 @@ def _going_back(args: Any, why_not_back: str | None) -> Iterator[str]:
         yield f"action='rollback' is not possible here: {why_not_back}"
     elif getattr(args, "ignore_data_skip", False):
         yield "ignore_data_skip is on: after a rollback the data begin anew instead of going on from the checkpoint"
+
+
+def _first_save(args: Any, state: Any) -> int:
+    """Return the step of the first checkpoint; 0 where none is saved on the way."""
+    strategy = _strategy(args.save_strategy)
+    if strategy == "steps":
+        return _interval(args, state, "save_steps")
+    return _steps_per_epoch(state) if strategy == "epoch" else 0
 
 
 def steps_per_kl(args: Any, state: Any, config: GuardConfig, *, by_step: bool) -> int:

@@ -218,6 +218,11 @@ def special_ids(trainer: Any) -> tuple[int | None, tuple[int, ...]]:
     return pad, tuple(sorted(one for one in ends if one is not None))
 
 
+def content_free_ids(trainer: Any) -> tuple[int, ...]:
+    """Return the ids that the tokenizer calls special: end of text, padding, the marks of the chat template."""
+    return tuple(int(one) for one in getattr(tokenizer(trainer), "all_special_ids", None) or ())
+
+
 def _as_ids(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [int(value)]
 

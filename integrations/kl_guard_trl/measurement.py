@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kl_guard_torch.dropout import dropping, some
 from kl_guard_trl import internals
 from kl_guard_trl.reference import moves
 
 ELEMENTS = 64  # of a tensor that are looked at
 TENSORS = 32  # that are looked at, spread over the model
 CLOSE = 1e-2  # relative; bfloat16 keeps 3 digits
-_RATES = ("attention_dropout", "attn_dropout", "activation_dropout", "dropout", "resid_pdrop", "attn_pdrop")
 
 
 def facts_of(trainer: Any, *, fresh: bool) -> dict[str, Any]:
@@ -71,28 +70,10 @@ def _unwrapped(trainer: Any) -> nn.Module:
 
 def _dropout(model: nn.Module, reference: Any) -> str:
     """Name the modules that drop out while log-probs are computed: TRL scores the policy in training mode."""
-    found = [f"{name} (p = {p:g})" for name, p in _dropping(model)]
-    text = _some(found)
-    if reference is not None and any(module.training for module in reference.modules()) and any(_dropping(reference)):
+    text = some(list(dropping(model)))
+    if reference is not None and any(module.training for module in reference.modules()) and any(dropping(reference)):
         text += f"{'; ' if text else ''}the reference is in training mode and drops out too"
     return text
-
-
-def _dropping(model: nn.Module) -> Iterator[tuple[str, float]]:
-    for name, module in model.named_modules():
-        if "lora_dropout" in name:
-            continue  # acts on the adapter only, which adds nothing at the start
-        rate = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else None
-        if rate is None:
-            rates = [getattr(module, attribute, None) for attribute in _RATES]
-            rate = next((r for r in rates if isinstance(r, float)), 0.0)
-        if rate > 0:
-            yield name, rate
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _trained_reference(trainer: Any, model: nn.Module) -> str:
@@ -102,11 +83,11 @@ def _trained_reference(trainer: Any, model: nn.Module) -> str:
     policy = {id(p) for p in model.parameters()}
     shared = [name for name, p in reference.named_parameters() if id(p) in policy]
     if shared:
-        return f"policy and reference share parameters: {_some(shared)}"
+        return f"policy and reference share parameters: {some(shared)}"
     optimizer = getattr(trainer, "optimizer", None)
     trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     in_optimizer = [name for name, p in reference.named_parameters() if id(p) in trained]
-    return f"the optimizer holds parameters of the reference: {_some(in_optimizer)}" if in_optimizer else ""
+    return f"the optimizer holds parameters of the reference: {some(in_optimizer)}" if in_optimizer else ""
 
 
 def _unlike(trainer: Any, model: nn.Module) -> str:

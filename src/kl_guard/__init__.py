@@ -5,12 +5,17 @@
 'halt'
 """
 
+from typing import TYPE_CHECKING, Any
+
 from kl_guard._version import __version__
-from kl_guard.config import GuardConfig
-from kl_guard.findings import Cause, Checkpoint, Decision, Finding, KLGuardHalted, Severity
-from kl_guard.guard import KLGuard
-from kl_guard.observation import Observation
-from kl_guard.replay import ReplayResult, replay
+
+if TYPE_CHECKING:
+    from kl_guard.alerts import Incident
+    from kl_guard.config import GuardConfig
+    from kl_guard.findings import Cause, Checkpoint, Decision, Finding, KLGuardHalted, Severity
+    from kl_guard.guard import KLGuard
+    from kl_guard.observation import Observation
+    from kl_guard.replaying import ReplayResult, replay
 
 __all__ = [
     "Cause",
@@ -18,6 +23,7 @@ __all__ = [
     "Decision",
     "Finding",
     "GuardConfig",
+    "Incident",
     "KLGuard",
     "KLGuardHalted",
     "Observation",
@@ -26,3 +32,25 @@ __all__ = [
     "__version__",
     "replay",
 ]
+
+if not TYPE_CHECKING:  # a name is imported when it is first used, so that the command's help needs no numpy
+    _HOMES = {
+        "GuardConfig": "config",
+        "Incident": "alerts",
+        **dict.fromkeys(("Cause", "Checkpoint", "Decision", "Finding", "KLGuardHalted", "Severity"), "findings"),
+        "KLGuard": "guard",
+        "Observation": "observation",
+        **dict.fromkeys(("ReplayResult", "replay"), "replaying"),
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
@@ -106,7 +105,7 @@ class GuardConfig:
         2.0, "KL penalty after the first rollback, as a multiple of the original; squared after the second. Above 0."
     )
     new_noise: bool = _knob(True, "Sample other completions after a rollback, from its first step on.")
-    grace: int = _knob(5, "Observations after a rollback in which only KL_NONFINITE acts. At least 0.")
+    grace: int = _knob(5, "Observations after a rollback or a resume in which only KL_NONFINITE acts. At least 0.")
     pin_checkpoints: bool = _knob(
         True, "Keep copies of calm checkpoints (hard links where possible) that the trainer's rotation cannot delete."
     )
@@ -158,6 +157,8 @@ class GuardConfig:
         known = [f.name for f in fields(cls)]
         for name in overrides:
             if name not in known:
+                import difflib
+
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
                 raise TypeError(f"GuardConfig has no option {name!r}; {hint}")

@@ -15,7 +15,7 @@ SAME = 3  # observations between two departures that count as the same place: an
 
 
 def choose(
-    config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, *, hopeless: bool
+    config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, *, hopeless: str
 ) -> tuple[Step, str]:
     """Return what to do about `reason`, and why it is not what was configured ("" where it is).
 
@@ -28,7 +28,7 @@ def choose(
     target:
         The checkpoint to go back to, where there is one.
     hopeless:
-        Whether KL was this high from the first step on, so that no checkpoint is better.
+        Why no checkpoint is better than the present state, "" where one may be.
     """
     if config.action != "rollback":
         return "halt", ""
@@ -37,13 +37,13 @@ def choose(
 
 
 def _why_not_back(
-    config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, hopeless: bool
+    config: GuardConfig, memory: Memory, reason: Finding, target: Checkpoint | None, hopeless: str
 ) -> str:
     again = same_place(memory.failures, reason, memory.history)
     if reason.signature == RestoredKL.signature:
         return "the check of the first KL failed: it is still far above what was recorded at that checkpoint"
     if hopeless and reason.signature != "KL_NONFINITE":
-        return "the KL was this high from the first step, so no checkpoint is better"
+        return hopeless
     if again is not None:
         return (
             f"{place_of(again)} it had failed before, and it did so again in spite of the rollback: the cause is in "

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from kl_guard import incidents
 from kl_guard._version import __version__
+from kl_guard.alerts import Alerts, OnIncident, incident_of
 from kl_guard.checkpoints import Keeper, sizes_of
 from kl_guard.config import GuardConfig, KLKind
 from kl_guard.decisions import before_the_trouble, choose, target
@@ -20,11 +22,12 @@ from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
-from kl_guard.memory import Changes, Failure, Memory, Return, recall
+from kl_guard.memory import Changes, Failure, Memory, Return, recall, retell
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
 from kl_guard.panel import Panel
+from kl_guard.progress import on_terminal, unseen
 from kl_guard.reading import KLSource
 from kl_guard.stats import HorizonWindow
 from kl_guard.token_keeper import TokenKeeper, TokenText
@@ -60,6 +63,17 @@ class KLGuard:
         Whether findings are logged (logger `kl_guard`).
     token_text:
         Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`; outlier tokens are shown with it.
+    alerts:
+        Apprise URLs that hear of each incident; those in the environment variable `KL_GUARD_ALERTS` where None.
+    on_incident:
+        Called with an `Incident` for each, on a thread of its own.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        For URLs without the package apprise.
+    TypeError, ValueError
+        For an argument that is not allowed.
 
     Examples
     --------
@@ -82,8 +96,11 @@ class KLGuard:
         expected_observations: int | None = None,
         announce: bool = True,
         token_text: TokenText | None = None,
+        alerts: Alerts | Iterable[str] | str | None = None,
+        on_incident: OnIncident | None = None,
     ) -> None:
         self.config = GuardConfig.build(config)
+        self._alerts = Alerts.build(alerts, on_incident)
         if expected_observations is not None and not (
             isinstance(expected_observations, int) and expected_observations >= 0
         ):
@@ -96,9 +113,11 @@ class KLGuard:
         self.blind = False
         self._memory = Memory()
         self._announces = announce and self.rank == 0
-        self._journal = Journal(self.folder) if self.folder is not None and self.rank == 0 else None
+        self._journal = Journal(self.folder, self._retell) if self.folder is not None and self.rank == 0 else None
+        self._past = None if self.folder is None else Journal(self.folder)  # to be read, on every rank
         self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
-        self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints)
+        shown = on_terminal if self._announces else unseen
+        self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints, shown=shown)
         self._panel = self._new_panel()
         self._trainer_log = TrainerLog(self._warn_once)
         self._resumed: Return | None = None
@@ -107,9 +126,16 @@ class KLGuard:
         self._grace_left = 0
         self._repeats = 0
         self._warned: set[str] = set()
+        self._judging = False
+        self._is_copy = False
+        _HERE.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(observations={len(self.history)}, attempt={self.attempt}, level={self.level})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for a process that is spawned, knows what the guard knows, and watches without files or words."""
+        return _copy_of, (type(self), self.config, self.rank, self.expected_observations, self._memory, self._resumed)
 
     @property
     def run_id(self) -> str:
@@ -140,6 +166,16 @@ class KLGuard:
     def suspicion(self) -> bool:
         """Whether something that may become a blow-up was seen in the last 20 observations."""
         return self._panel.suspicion
+
+    @property
+    def refused(self) -> bool:
+        """Whether another guard has the folder: another process, or a newer one in this process."""
+        return self._journal is not None and not self._journal.acquire()
+
+    @property
+    def spikes(self) -> int:
+        """How many of the last 100 observations had a KL far above the rest, gone at the next (KL_SPIKES)."""
+        return self._panel.spikes
 
     @property
     def decision(self) -> Decision:
@@ -301,8 +337,10 @@ class KLGuard:
             files = sizes_of(Path(path))
             checkpoint = Checkpoint(as_step(step), path, calm, aligned, self.attempt, files, dict(facts or {}))
             self._begin()
-            self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
             self._memory.checkpoints[checkpoint.step] = checkpoint
+            self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
+            if self.refused:
+                self.checkpoints.disown()
             self.checkpoints.saved(checkpoint, suspicion=self.suspicion, take=take)
         except ValueError as error:
             self._warn_once("checkpoint", f"a checkpoint is left out: {error}")
@@ -425,9 +463,11 @@ class KLGuard:
         try:
             standing = self._standing or Decision()
             self._standing = decision = replace(standing, action="halt", note=why)
+            self._memory.pending = self._memory.pending_failure = None
             self._write("decision", {"time": time.time(), "action": "halt", "note": why, "step": self._last_step()})
             if self._announces:
                 logger.error("kl-guard: halting: %s", decision.note)
+            self._alert(decision, decision.reason)
         except Exception:
             self._fail("giving up")
 
@@ -459,12 +499,13 @@ class KLGuard:
         return self._panel.windows()
 
     def close(self) -> None:
-        """Close the journal and let another guard use the folder."""
+        """Close the journal and let another guard use the folder; alerts under way get up to 10 s to be sent."""
         try:
             self.checkpoints.close()
             self._tokens.close()
             if self._journal is not None:
                 self._journal.close()
+            self._alerts.close()
         except Exception:
             self._fail("closing")
 
@@ -477,20 +518,26 @@ class KLGuard:
         if self.config.kl_kind != GuardConfig().kl_kind or kind == self.config.kl_kind:
             return
         self.config = replace(self.config, kl_kind=kind)
+        self._rebuild_panel()
+        if self._begun:
+            self._write_run()
+
+    def _rebuild_panel(self) -> None:
         self._panel = self._new_panel()
         memory = self._memory
         self._panel.restore(
             self.history, self.findings, mid_run=memory.mid_run, returned=memory.returned, resumed=self._resumed
         )
-        if self._begun:
-            self._write_run()
 
     # One observation, in order: read, merged or appended, journaled, judged, decided.
 
     def _keep_tokens(self, step: int, stats: TokenStats) -> None:
         if not len(self.history) or step >= self.history.steps[-1]:
             self._begin()
-            self._tokens.keep(step, self.attempt, stats, writes=self._writes())
+            refuses = (
+                self._journal is not None and self._journal.failing
+            )  # said already; what is decided by comes first
+            self._tokens.keep(step, self.attempt, stats, writes=self._writes() and not refuses)
 
     def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
         observation, complaints = read_observation(step, metrics, window)
@@ -508,6 +555,9 @@ class KLGuard:
             )
             return self._decision(())
         self._begin()
+        if self._judging:  # an interrupt came while the last one was judged: some detectors know of it, some do not
+            self._rebuild_panel()
+        self._judging = True
         self._memory.observe(observation)
         if self._journal is not None:
             self._write("observation", {"attempt": self.attempt, **observation.known()})
@@ -517,16 +567,20 @@ class KLGuard:
         if self._repeats == STUCK:
             self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
         new = self._panel.judge(observation, grace=self._grace_left > 0)
+        self._judging = False
         findings = tuple(self._explained(finding) for finding in new)
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
         asking = [finding for finding in findings if self._panel.acts(finding)]
         reason = None
         if asking and self._standing is None and self.config.action != "warn":
-            reason = max(asking, key=lambda finding: finding.severity.rank)
+            # What is not finite is called so, though it is above a ceiling too.
+            reason = max(asking, key=lambda finding: (finding.severity.rank, finding.signature == "KL_NONFINITE"))
         for finding in findings:
             if finding is not reason:
                 self._report(finding)
+            if finding in asking and self.config.action == "warn":
+                self._alert(Decision(findings=(finding,)), finding)
         if reason is not None:
             self._stand(reason)
         return self._decision(findings)
@@ -548,6 +602,7 @@ class KLGuard:
 
     def _say(self, finding: Finding) -> None:
         self.findings.append(finding)
+        self._tokens.mark(finding.step)
         if self._announces:
             logger.log(_LOG_LEVEL[finding.severity], "kl-guard: %s", describe(finding))
 
@@ -559,30 +614,45 @@ class KLGuard:
         """
         self._standing = Decision("halt", (), None, reason)
         self._say(reason)
+        written = None
+        try:
+            self._decide(reason)
+            written = self._write_incident(self._standing)
+            if self._announces:
+                logger.error("kl-guard: %s", describe_decision(self._standing))
+                if written is not None:
+                    logger.error("kl-guard: the incident is in %s", written)
+        finally:
+            self._alert(self._standing, reason, written)
+
+    def _decide(self, reason: Finding) -> None:
         records: list[dict[str, Any]] = [{"type": "finding", **_record_of(reason)}]
         try:
-            decision, facts = self._decided(reason)
-            self._standing = decision
+            self._standing, facts = self._decided(reason)
             records.append({"type": "decision", "time": time.time(), **facts})
-        finally:
-            if self._journal is not None:
-                self._journal.write_together(records)
-        written = self._write_incident(decision)
-        if self._announces:
-            logger.error("kl-guard: %s", describe_decision(decision))
-            if written is not None:
-                logger.error("kl-guard: the incident is in %s", written)
+        except Exception:
+            self._fail("deciding")
+        if self._journal is not None:
+            self._journal.write_together(records)
 
     def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
         """Return the decision for `reason`, and what the journal keeps of it."""
         back = self._target(reason)
-        hopeless = self._panel.wrong_from_the_start
-        action, note = choose(self.config, self._memory, reason, back, hopeless=hopeless)
+        action, note = choose(self.config, self._memory, reason, back, hopeless=self._why_hopeless())
         to_step = back.step if back is not None and action == "rollback" else None
         failure = Failure(reason.signature, reason.step, reason.departure_step)
         self._memory.decide(failure, to_step)
         facts = {"action": action, "note": note, "to_step": to_step, **asdict(failure)}
         return Decision(action, (), back, reason, note), facts
+
+    def _why_hopeless(self) -> str:
+        """Return why no checkpoint is better than the present state, "" where one may be."""
+        if self._panel.wrong_from_the_start:
+            return "the KL was this high from the first step, so no checkpoint is better"
+        few = self._tokens.ledger.few_completions()
+        if few is not None:
+            return f"{few} carry the KL and the others do not: what is wrong with them would be wrong again"
+        return ""
 
     def _target(self, reason: Finding) -> Checkpoint | None:
         try:
@@ -614,6 +684,30 @@ class KLGuard:
         outliers = self.outliers.at(step)
         return incidents.Tokens(step, outliers, self._tokens.excerpts(step)) if outliers else None
 
+    def _alert(self, decision: Decision, finding: Finding | None, written: Path | None = None) -> None:
+        """Let somebody know, once for each incident of the run, whatever process it is in by now."""
+        try:
+            targets = self._alerts.targets(tracked=self._announces) if self.rank == 0 else {}
+            incident = incident_of(
+                decision,
+                finding,
+                step=self._last_step() if finding is None else finding.step,
+                attempt=self.attempt,
+                run_id=self.run_id,
+                output_dir=None if self.folder is None else self.folder.parent,
+                written=written,
+            )
+            if not targets or incident.key in self._memory.alerted:
+                return
+            self._memory.alerted.add(incident.key)
+            attempt, step, signature, action = incident.key
+            facts = {"attempt": attempt, "step": step, "signature": signature, "action": action}
+            if self._begun:
+                self._write("alert", {"time": time.time(), **facts})
+            self._alerts.send(incident, targets)
+        except Exception as error:
+            self._warn_once("alert", f"an alert was not sent ({type(error).__name__}); training goes on")
+
     def _decision(self, findings: tuple[Finding, ...]) -> Decision:
         if self._standing is None:
             return Decision(findings=findings)
@@ -633,9 +727,18 @@ class KLGuard:
         self._write_run()
         self.checkpoints.begin(self.run_id, writes=self._writes())
 
-    def _write_run(self) -> None:
+    def _retell(self) -> Iterator[dict[str, Any]]:
+        """Yield records that add up to what is known of the run."""
+        yield {"type": "run", **self._run_facts()}
+        for record in retell(self._memory):
+            yield {**record, "path": self._as_written(record["path"])} if "path" in record else record
+
+    def _run_facts(self) -> dict[str, Any]:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
-        self._write("run", {"time": time.time(), **facts, "versions": versions()}, sync=True)
+        return {"time": time.time(), **facts, "versions": versions()}
+
+    def _write_run(self) -> None:
+        self._write("run", self._run_facts(), sync=True)
         if self._memory.facts:
             self._write("facts", {"facts": self._memory.facts})
 
@@ -652,7 +755,7 @@ class KLGuard:
             memory.run_id = _new_run_id()
             self._write_run()
         self.note(facts)
-        self._tokens.recall()
+        self._tokens.recall(memory.told_at)
         if step is None:
             return
         memory.history.truncate(step)
@@ -667,11 +770,10 @@ class KLGuard:
 
     def _recall(self) -> Memory:
         """Return what the journal says; where it cannot be read nothing of the folder is touched."""
-        if self.folder is None:
+        if self.folder is None or self._past is None:
             return Memory()
-        journal = Journal(self.folder)
-        memory = recall(journal.read())
-        if journal.unreadable:
+        memory = recall(self._past.read())
+        if self._past.unreadable:
             self._journal = None
             self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
         root = self.folder.parent
@@ -727,7 +829,7 @@ class KLGuard:
         said = [finding for finding in self.findings if finding.attempt == self.attempt]
         self._panel.restore(self.history, said, mid_run=memory.mid_run, returned=memory.returned, resumed=resumed)
         acted = any(self._panel.acts(finding) for finding in said)
-        self._grace_left = self.config.grace if acted else 0
+        self._grace_left = self.config.grace if acted or step > 0 else 0  # engines may need some steps to recover
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
 
@@ -745,15 +847,56 @@ class KLGuard:
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            if self.rank == 0:
+            if self.rank == 0 and not self._is_copy:
                 logger.warning("kl-guard: %s", text)
 
     def _fail(self, doing: str) -> None:
         """A fault of the guard itself: said once per place, with its traceback; the run goes on."""
-        self.blind = True
+        news = not self.blind
+        self.blind, self._judging = True, False
         if doing not in self._warned:
             self._warned.add(doing)
             logger.exception("kl-guard: a fault of the guard itself in %s; training goes on, the guard is blind", doing)
+        if news:
+            note = (
+                f"A fault of the guard itself in {doing}: it is blind there from now on, and training goes on unwatched"
+            )
+            self._alert(Decision(note=f"{note}. The log has the traceback"), None)
+
+    def _disown(self) -> None:
+        """In a forked child: the run belongs to the parent, and this is a copy that neither writes nor speaks."""
+        self._announces, self._is_copy = False, True
+        if self._journal is not None:
+            self._journal.disown()
+        self._tokens.disown()
+        self.checkpoints.disown()
+
+
+_HERE: weakref.WeakSet[KLGuard] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for guard in list(_HERE):
+        guard._disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _copy_of(
+    cls: type[KLGuard],
+    config: GuardConfig,
+    rank: int,
+    expected_observations: int | None,
+    memory: Memory,
+    resumed: Return | None,
+) -> KLGuard:
+    guard = cls(config, rank=rank, expected_observations=expected_observations, announce=False)
+    guard._memory, guard._resumed, guard._begun = memory, resumed, True
+    guard._is_copy = True
+    guard._rebuild_panel()
+    return guard
 
 
 def _record_of(finding: Finding) -> dict[str, Any]:

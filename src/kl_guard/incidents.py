@@ -17,6 +17,7 @@ from kl_guard.token_stats import Excerpt, Outlier
 from kl_guard.versions import versions
 
 RECENT = 200  # observations kept with an incident
+MOST = 100  # incidents kept in a folder; of later ones the journal tells
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def folder_of(folder: Path, decision: Decision) -> Path:
 
 def incident_of(folder: Path, reason: Finding) -> Path:
     """Return where the incident that a finding led to is kept: `<folder>/incidents/<attempt>-<step>-<signature>`."""
-    return folder / "incidents" / f"{reason.attempt}-{reason.step}-{reason.signature}"
+    signature = "".join(c for c in reason.signature if c.isalnum() or c in "-_")  # one recalled may say anything
+    return folder / "incidents" / f"{int(reason.attempt)}-{int(reason.step)}-{signature}"
 
 
 def write(
@@ -48,11 +50,14 @@ def write(
     Raises
     ------
     OSError
-        If it cannot be written.
+        If it cannot be written, or there are 100 already.
     """
     reason = decision.reason
     target = folder_of(folder, decision)
-    target.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists() and sum(1 for _ in target.parent.iterdir()) >= MOST:
+        raise OSError(f"there are {MOST} in {target.parent} already; the journal tells of this one")
+    target.mkdir(exist_ok=True)
     recent = range(max(0, len(history) - RECENT), len(history))
     record = {
         "run_id": run_id,
@@ -110,5 +115,5 @@ def write_report(folder: Path, target: Path) -> Path:
 
     path = target / "report.html"
     draft = target / "report.html.tmp"
-    draft.write_text(render(story_of(folder)), encoding="utf-8")
+    draft.write_text(render(story_of(folder)), encoding="utf-8", errors="backslashreplace")
     return draft.replace(path)

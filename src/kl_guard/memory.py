@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kl_guard.findings import Checkpoint, Finding
 from kl_guard.history import History
 from kl_guard.observation import Observation
 
+BLOCK = 1000  # observations in a line
 NEAR = 5  # observations around a checkpoint whose median is its recorded KL
 
 
@@ -45,7 +46,9 @@ class Memory:
     """The state of a run that its journal's records add up to; going back takes later steps away.
 
     `mid_run` says that the history does not reach back to the beginning of the run, `since_rollback` how many
-    observations there were since the last rollback, `pending` to which step a rollback was decided and not made yet.
+    observations there were since the last rollback, `pending` to which step a rollback was decided and not made yet,
+    `told_at` at which steps there were findings, in any attempt, `alerted` the keys of incidents that were sent
+    (`Incident.key`): they stay, wherever the run goes back to.
     """
 
     run_id: str | None = None
@@ -63,6 +66,8 @@ class Memory:
     returned: Return | None = None
     pending: int | None = None
     pending_failure: Failure | None = None
+    alerted: set[tuple[int, int, str, str]] = field(default_factory=set)
+    told_at: set[int] = field(default_factory=set)
 
     def go_back(self, step: int) -> None:
         """Forget what came after `step`."""
@@ -95,18 +100,58 @@ class Memory:
         """Add an observation: equal steps merge, smaller ones do not count."""
         if not len(self.history):
             self.mid_run = self.mid_run and observation.first_step > 1
-        if not len(self.history) or observation.step > self.history.steps[-1]:
-            self.history.append(observation)
+        if self.history.add(observation) and self.since_rollback is not None:
+            self.since_rollback += 1
+
+    def observe_all(self, block: History) -> None:
+        """Add observations as `observe` does, at once where they are all of later steps."""
+        first = next(iter(block), None)
+        if first is not None and len(self.history) and first.step <= self.history.steps[-1]:
+            for observation in block:
+                self.observe(observation)
+        elif first is not None:
+            if not len(self.history):
+                self.mid_run = self.mid_run and first.first_step > 1
+            self.history.extend(block)
             if self.since_rollback is not None:
-                self.since_rollback += 1
-        elif observation.step == self.history.steps[-1]:
-            self.history.replace_last(self.history[-1].merged(observation))
+                self.since_rollback += len(block)
 
     def recorded_kl(self, step: int) -> float | None:
         """Return the KL of the weights at `step`: those that the next observation shows, and the ones before it."""
         until = self.history.index(step + 1) + 1
         kl = [value for value in self.history.column("kl_mean")[max(0, until - NEAR) : until] if math.isfinite(value)]
         return statistics.median(kl) if kl else None
+
+
+def retell(memory: Memory) -> Iterator[dict[str, Any]]:
+    """Yield records that add up to a memory, but for its run."""
+    history, returned = memory.history, memory.returned
+    if memory.facts:
+        yield {"type": "facts", "facts": memory.facts}
+    if memory.mid_run:
+        yield {"type": "resume", "step": 1}
+    split = 0 if returned is None else history.index(returned.step + 1)
+    yield from _blocks(history, 0, split)
+    first = memory.attempt - memory.rollbacks + 1
+    for number in range(memory.rollbacks):
+        to_step = 0 if returned is None else returned.step
+        if number < len(memory.failures):
+            yield {"type": "decision", "to_step": to_step, **asdict(memory.failures[number])}
+        yield {"type": "rollback", "to_step": to_step, "attempt": first + number}
+    yield from _blocks(history, split, len(history))
+    for finding in memory.findings:
+        yield {"type": "finding", "finding": finding.to_dict()}
+    for checkpoint in memory.checkpoints.values():
+        yield {"type": "checkpoint", **asdict(checkpoint)}
+    for attempt, changes in memory.changes.items():
+        yield {"type": "change", "attempt": attempt, **asdict(changes)}
+    if memory.pending is not None and memory.pending_failure is not None:
+        yield {"type": "decision", "to_step": memory.pending, **asdict(memory.pending_failure)}
+
+
+def _blocks(history: History, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    for at in range(start, stop, BLOCK):
+        yield {"type": "block", **history.packed(at, min(at + BLOCK, stop))}
 
 
 def recall(records: Iterable[Mapping[str, Any]]) -> Memory:
@@ -124,10 +169,14 @@ def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
     kind = record["type"]
     if kind == "observation":
         memory.observe(Observation.from_mapping(record, record["step"], record.get("window", 1)))
+    elif kind == "block":
+        memory.observe_all(History.unpacked(record))
     elif kind == "run":
         memory.run_id = str(record["run_id"])
     elif kind == "finding":
-        memory.findings.append(Finding.from_dict(record["finding"]))
+        finding = Finding.from_dict(record["finding"])
+        memory.findings.append(finding)
+        memory.told_at.add(finding.step)
     elif kind == "checkpoint":
         checkpoint = Checkpoint.from_dict(record)
         memory.checkpoints[checkpoint.step] = checkpoint
@@ -141,6 +190,9 @@ def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
         memory.changes[int(record["attempt"])] = changes
     elif kind == "facts":
         memory.facts.update(record["facts"])
+    elif kind == "alert":
+        key = int(record["attempt"]), int(record["step"]), str(record["signature"]), str(record["action"])
+        memory.alerted.add(key)
     elif kind == "decision":
         departure, to_step = record.get("departure"), record.get("to_step")
         failure = Failure(

@@ -30,6 +30,24 @@ def describe(finding: Finding) -> str:
     return "\n".join(lines)
 
 
+def what_happened(finding: Finding) -> str:
+    """Return one sentence without its full stop: what was seen, and since when."""
+    what = finding.message.replace("kl_mean", "KL mean", 1)
+    what = what[:1].upper() + what[1:]
+    if finding.departure_step is not None:
+        what += f"; the curve had left its own regime at about step {finding.departure_step}"
+    return what
+
+
+def what_was_done(action: str, to_step: int | None, note: str) -> str:
+    """Return one sentence without its full stop: what was done about a finding."""
+    if action == "rollback" and to_step is not None:
+        return f"The run went back to the checkpoint of step {to_step}"
+    if action == "halt":
+        return "The run was halted" + (f": {note}" if note else "")
+    return "Nothing was done about it"
+
+
 def describe_decision(decision: Decision) -> str:
     """Return what the guard does about a finding, and where one can go back to."""
     if decision.action == "rollback" and decision.checkpoint is not None:
@@ -37,7 +55,8 @@ def describe_decision(decision: Decision) -> str:
     elif decision.checkpoint is not None:
         text = (
             f"halting. Last checkpoint from before the departure: {decision.checkpoint.path} "
-            f"(step {decision.checkpoint.step}); later ones may be from the trouble"
+            f"(step {decision.checkpoint.step}); later ones may be from the trouble. From there, the same data and "
+            f"settings will likely fail the same way again"
         )
     else:
         text = "halting. No checkpoint from before the departure is known"

@@ -78,6 +78,9 @@ BY_NAME: Mapping[str, list[KLName]] = {
     name: [entry for entry in KL_NAMES if entry.name == name] for name in dict.fromkeys(k.name for k in KL_NAMES)
 }
 
+BESIDE = frozenset(name for entry in KL_NAMES for name in entry.beside)
+"""Names that tell what a KL beside them is."""
+
 # Grad norms, losses and rewards that HOSTS has no row for are marked with (*): from the frameworks' documentation.
 _OTHERS: Mapping[str, tuple[str, ...]] = {
     "reward": (

@@ -10,6 +10,11 @@ from typing import Any
 from kl_guard.token_stats import Outlier, TokenStats
 
 STEPS = 64  # whose outliers are kept
+LOOKS = 3  # steps of which most must say that few completions carry the KL
+MANY = 32  # completions among which a few can be told
+FEW = 50  # one completion in so many
+LISTED = 8  # outliers that must lie in them, each of at least a nat
+DOMINATED = 0.5  # share of the mean that nine tokens of ten lie below
 NAMES = frozenset(field.name for field in fields(Outlier))
 
 
@@ -24,6 +29,17 @@ class Repeated:
     steps: int
     kl: float
     worst: Outlier
+
+
+@dataclass(frozen=True)
+class FewCompletions:
+    """A few completions that carry the KL of a step: which, as rank, part and row, and of how many."""
+
+    places: frozenset[tuple[int, int, int]]
+    among: int
+
+    def __str__(self) -> str:
+        return f"{len(self.places)} of {self.among} completions"
 
 
 class OutlierLedger:
@@ -86,6 +102,21 @@ class OutlierLedger:
         ]
         return sorted(repeated, key=lambda r: (-r.steps, -r.kl))
 
+    def few_completions(self) -> FewCompletions | None:
+        """Return the completions that carry the KL alone, at most 2 % of them, in most of the last steps; else None.
+
+        That is the case where all outliers lie in them and nine tokens of ten have far less KL than the mean. What is
+        wrong is shared by all tokens of such a completion, as when ids are shifted by one (eval-protocol issue 457).
+        """
+        latest = self.latest
+        if latest is None or not latest.places or latest.places[0][0] != 0 or latest.places[0][1] < MANY:
+            return None
+        if not latest.quantiles[0.9] < DOMINATED * latest.kl_token_mean:
+            return None
+        among, found = latest.places[0][1], [_completions(outliers) for _, outliers in list(self._steps)[-LOOKS:]]
+        few = [places for places in found if places and len(places) <= max(1, among // FEW)]
+        return FewCompletions(few[-1], among) if found[-1] in few and 2 * len(few) > len(found) else None
+
     def go_back(self, step: int) -> None:
         """Forget what came after `step`."""
         while self._steps and self._steps[-1][0] > step:
@@ -102,6 +133,12 @@ class OutlierLedger:
                 continue
             self.go_back(step)
             self.add(step, outliers)
+
+
+def _completions(outliers: Iterable[Outlier]) -> frozenset[tuple[int, int, int]]:
+    """Return where the outliers of a step lie; nowhere where they are few or small."""
+    large = [outlier.completion for outlier in outliers if outlier.kl >= 1]
+    return frozenset(large) if len(large) >= LISTED else frozenset()
 
 
 def outlier_of(record: Mapping[str, Any]) -> Outlier:

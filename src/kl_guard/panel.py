@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kl_guard.config import GuardConfig
 from kl_guard.detectors import (
+    BetaRunaway,
     Detector,
     DriftAsymmetry,
     EntropyCollapse,
@@ -17,6 +18,7 @@ from kl_guard.detectors import (
     KLNonfinite,
     KLPlateau,
     KLSaturated,
+    KLSpikes,
     PaddingInMask,
     ReferenceChanged,
     ReferenceMismatch,
@@ -56,6 +58,7 @@ class Panel:
         self._mismatch = ReferenceMismatch(config)
         self._restored = RestoredKL(config)
         self._reset = ReferenceReset(config)
+        self._spikes = KLSpikes(config)
         self.detectors: list[Detector] = [
             KLBlowup(config, self._monitor),
             KLGrowth(config, self._monitor),
@@ -72,6 +75,8 @@ class Panel:
             KLFrozen(config),
             KLSaturated(),
             KLPlateau(config, self._monitor),
+            self._spikes,
+            BetaRunaway(config),
             EntropyCollapse(config),
         ]
         self._quiet = SETTLING
@@ -84,6 +89,11 @@ class Panel:
     def suspicion(self) -> bool:
         """Whether something that may become a blow-up was seen in the last 20 observations."""
         return self._quiet < SETTLING
+
+    @property
+    def spikes(self) -> int:
+        """Single observations far above the rest, among the last 100."""
+        return self._spikes.count
 
     @property
     def wrong_from_the_start(self) -> bool:

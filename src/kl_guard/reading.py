@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_guard.config import KLKind
-from kl_guard.names import BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
+from kl_guard.names import BESIDE, BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
 from kl_guard.observation import as_number
 
+MANY = 10_000  # names that are remembered: a trainer may give each step's metrics names of their own
+CLOCKS = ("train_runtime", "_runtime", "runtime")  # names of the seconds since the start of a run
 ROUNDING = -1e-6  # a KL below this is no k3, whatever rounding did
 
 
@@ -53,7 +55,9 @@ class MetricReader:
         self.key = key
         self.source: KLSource | None = None
         self.lowest = math.inf
+        self.clocks: list[str] = []  # names seen that say how long the run has taken
         self._names: dict[str, tuple[str, str]] = {}
+        self._beside: dict[str, set[str]] = {}
         self._finite: dict[str, int] = {}
         self._lowest: dict[str, float] = {}
         self._steps: dict[str, int] = {}
@@ -75,13 +79,12 @@ class MetricReader:
         if not row.keys() <= self._names.keys():
             self._learn(row)
         found = False
-        for key in self._finite:
-            if key in row:
-                found = True
-                number = _finite(row[key])
-                if number is not None:
-                    self._finite[key] += 1
-                    self._lowest[key] = min(self._lowest[key], number)
+        for key in row.keys() & self._finite.keys():  # as long as the shorter of the two
+            found = True
+            number = _finite(row[key])
+            if number is not None:
+                self._finite[key] += 1
+                self._lowest[key] = min(self._lowest[key], number)
         if found:
             for key in self._steps:
                 self._steps[key] += key in row
@@ -147,18 +150,34 @@ class MetricReader:
 
     def _entry(self, key: str) -> KLName | None:
         run, name = self._names[key]
-        return meaning(name, {other for of, other in self._names.values() if of in ("", run)})
+        return meaning(name, self._beside.get("", set()) | self._beside.get(run, set()))
 
     def _learn(self, row: Mapping[str, Any]) -> None:
+        if len(self._names) > MANY:
+            self._forget()
         new = [key for key in row if key not in self._names]
         for key in new:
             self._names[key] = of_run = split(str(key))
-            name = of_run[1]
+            run, name = of_run
+            if name in BESIDE:
+                self._beside.setdefault(run, set()).add(name)
             if name in BY_NAME or key == self.key:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:
                 self._steps[key] = 0
+            if key in CLOCKS:
+                self.clocks.append(key)
         self._unbound += new
+
+    def _forget(self) -> None:
+        """Forget names that nothing can be read from."""
+        known = {*self._bound.values(), *self._finite, *self._steps}
+        self._names = {
+            key: (run, name)
+            for key, (run, name) in self._names.items()
+            if key in known or (name in FIELDS and run in ("", self._run))
+        }
+        self._unbound = [key for key in self._unbound if key in self._names]
 
     def _bind(self) -> None:
         """Settle what the new names are read as, the better ones first."""
@@ -170,6 +189,12 @@ class MetricReader:
             if field is not None and key != self.key:
                 self._bound.setdefault(field, key)
         self._unbound = []
+
+
+def seconds_in(row: Mapping[str, Any], clock: str) -> float:
+    """Return how long a run had taken by a row, 0.0 where it does not say."""
+    number = _finite(row.get(clock))
+    return 0.0 if number is None else max(0.0, number)
 
 
 def _step_name(key: str) -> str:

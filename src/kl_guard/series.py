@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from kl_guard.config import KLKind
 from kl_guard.logs import Log
+from kl_guard.logs.text import EVERY
 from kl_guard.observation import Observation, as_number
-from kl_guard.reading import ROUNDING, KLSource, MetricReader
+from kl_guard.progress import Told
+from kl_guard.reading import ROUNDING, KLSource, MetricReader, seconds_in
 
 LOOK = 1_000  # rows with a KL from which it is chosen
+HELD = 50_000  # rows that are held until then; where KL is rarer, the log is read a second time
 LONGEST_NUMBER = 400  # characters
 DECIMALS = 4  # after the point; a log that never shows more is taken for rounded
 _PRINTED_EXACTLY = frozenset({"loss", "learning_rate", "beta"})  # or rounded where the others are not
@@ -24,7 +27,7 @@ class Series:
     """Observations from rows: names are the trainer's own, parts of a step are put together, evaluations left out.
 
     Iterating yields the number of the row that completed an observation, and the observation. `source`, `rounded` and
-    `notes` say what was read; rows are read twice, at first only as many as it takes to choose the KL.
+    `notes` say what was read. A log is read once: the rows that it takes to choose the KL are held until then.
 
     Parameters
     ----------
@@ -46,6 +49,10 @@ class Series:
         self._log = log
         self._reader = MetricReader(key)
         self._notes: list[str] = []
+        self._begun: Iterator[tuple[str, Row]] | None = None
+        self._held: list[tuple[int, Observation]] | None = None
+        self.on_share: Told | None = None  # is told which share of what is held was gone through
+        self._seconds = 0.0
         sample, looked = self._sample()
         try:
             source = self._reader.choose()
@@ -66,7 +73,26 @@ class Series:
         """What was peculiar; complete when all was read."""
         return (self._log.notes.texts if self._log else []) + self._notes
 
+    @property
+    def seconds(self) -> float | None:
+        """How long the run took by its log, in seconds; None where it does not say, complete when all was read."""
+        longest = max(self._seconds, self._log.seconds if self._log else 0.0)
+        return longest if longest > 0 else None
+
+    def hold(self) -> None:
+        """Read everything now, and keep it for iterating more than once."""
+        self._held = list(self)
+
     def __iter__(self) -> Iterator[tuple[int, Observation]]:
+        return self._completed() if self._held is None else self._again(self._held)
+
+    def _again(self, held: list[tuple[int, Observation]]) -> Iterator[tuple[int, Observation]]:
+        for index, one in enumerate(held):
+            if self.on_share is not None and not index % EVERY:
+                self.on_share(index / len(held))
+            yield one
+
+    def _completed(self) -> Iterator[tuple[int, Observation]]:
         waiting: Observation | None = None
         number = 0
         for number, observation in self._read():
@@ -84,14 +110,28 @@ class Series:
         """Look at rows until enough have a KL; return those, and how many said anything of training."""
         sample: list[Row] = []
         looked = 0
-        for row in self._rows():
+        rows = self._placed()
+        held: list[tuple[str, Row]] | None = []
+        for placed in rows:
+            row = placed[1]
+            if held is not None:
+                held.append(placed)
+                held = held if len(held) <= HELD else None
             has_kl = self._reader.look(row)
             looked += has_kl or bool(self._reader.says_something(row))
             if has_kl:
                 sample.append(row)
                 if len(sample) == LOOK:
                     break
+        self._begun = None if held is None else chain(_let_go(held), rows)
         return sample, looked
+
+    def _placed(self) -> Iterator[tuple[str, Row]]:
+        """Yield the rows from the beginning, each with its place for messages."""
+        log = self._log
+        if log is None:
+            return (("", row) for row in self._rows())
+        return ((log.place, row) for row in self._rows())
 
     def _settled(self, source: KLSource | None) -> KLSource | None:
         """Return the source with the kind that the log or its values tell better than the name."""
@@ -121,8 +161,12 @@ class Series:
         carried: dict[str, Any] = {}
         stepless = 0
         numbers = count(1)
-        for place, row in enumerate(self._rows(), start=1):
+        rows, self._begun = self._begun or self._placed(), None
+        clocks = self._reader.clocks
+        for place, (where, row) in enumerate(rows, start=1):
             values = values_of(row)
+            for clock in clocks:
+                self._seconds = max(self._seconds, seconds_in(row, clock))
             if not values:
                 continue
             if self._sparse:
@@ -140,7 +184,7 @@ class Series:
             try:
                 yield place, self._observation(values, number if step is None else step, row.get("window") or 1)
             except ValueError as error:
-                raise ValueError(f"{log.place if log else ''}row {place}: {error}") from error
+                raise ValueError(f"{where}row {place}: {error}") from error
         if log is not None and key is None:
             self._note("the log has no steps: they are counted, one for each row")
         if stepless:
@@ -161,6 +205,13 @@ class Series:
     def _note(self, text: str) -> None:
         if text not in self._notes:
             self._notes.append(text)
+
+
+def _let_go(held: list[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Yield what is held, each row for the last time."""
+    held.reverse()
+    while held:
+        yield held.pop()
 
 
 def from_rows(rows: Iterable[Row], key: str | None = None) -> Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 from kl_guard.lines import JsonLines
 from kl_guard.outliers import OutlierLedger
+from kl_guard.thinned_tokens import worth_keeping
 from kl_guard.token_stats import Excerpt, Outlier, TokenStats
 
 NAME = "tokens.jsonl"
+LONGEST = 1000  # characters of a text that are kept
 
 TokenText = Callable[[int], str]
 Warn = Callable[[str, str], None]
@@ -40,7 +43,9 @@ class TokenKeeper:
 
     def __init__(self, folder: Path | None, *, log_text: bool, text_of: TokenText | None, warn: Warn) -> None:
         self.ledger = OutlierLedger()
-        self._file = None if folder is None else JsonLines(folder / NAME)
+        self._marked: set[int] = set()
+        shorten = functools.partial(worth_keeping, marked=self._marked)
+        self._file = None if folder is None else JsonLines(folder / NAME, shorten)
         self._log_text = log_text
         self._text_of = text_of
         self._warn = warn
@@ -74,8 +79,13 @@ class TokenKeeper:
         if self._file is not None and writes:
             self._file.archive()
 
-    def recall(self) -> None:
-        """Take over what an earlier process has kept."""
+    def mark(self, step: int) -> None:
+        """Note that something was found at a step: what is near it is kept."""
+        self._marked.add(step)
+
+    def recall(self, marked: Iterable[int] = ()) -> None:
+        """Take over what an earlier process has kept, and the steps that it has marked."""
+        self._marked.update(marked)
         if self._file is not None:
             records = self._file.tail()
             self.ledger.recall(records if self._log_text else map(_without_text, records))
@@ -85,11 +95,17 @@ class TokenKeeper:
         if self._file is not None:
             self._file.close()
 
+    def disown(self) -> None:
+        """In a forked child: have nothing to do with the file any more."""
+        if self._file is not None:
+            self._file.disown()
+            self._file = None
+
     def _described(self, outliers: Iterable[Outlier]) -> list[Outlier]:
         """Return outliers with the text of their tokens, or without any text where none may be kept."""
         if not self._log_text:
             return [outlier.described(None, None) for outlier in outliers]
-        return [o.described(o.prompt, self._text(o.token_id)) if o.text is None else o for o in outliers]
+        return [o.described(_clean(o.prompt), _clean(o.text or self._text(o.token_id))) for o in outliers]
 
     def excerpts(self, step: int) -> tuple[Excerpt, ...]:
         """Return what stood around a step's outliers, with its text.
@@ -106,10 +122,22 @@ class TokenKeeper:
             return None
         try:
             return str(self._text_of(token_id))
-        except Exception as error:
+        except BaseException as error:
+            if not _is_fault(error):
+                raise
             self._text_of = None
             self._warn("text", f"the text of tokens is not known: {error!r}")
             return None
+
+
+def _clean(text: str | None) -> str | None:
+    """Return a text that any file takes: halves of characters, as tokenizers give them, are written out."""
+    return None if text is None else text[:LONGEST].encode("utf-8", "backslashreplace").decode()
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether an exception says that something went wrong, not that somebody wants to stop."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
 
 
 def _without_text(record: dict[str, Any]) -> dict[str, Any]:

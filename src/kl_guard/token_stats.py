@@ -14,8 +14,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 # The layout of a row: one batch of tokens in float64.
-TOKENS, WIDTH, K1_SUM, SQUARES, END_MASS, K3_REST, HIGHEST, LOWEST, PADDING = range(9)
-HEAD = 9
+TOKENS, WIDTH, K1_SUM, SQUARES, END_MASS, K3_REST, HIGHEST, LOWEST, PADDING, PLAIN_TOKENS, PLAIN_MASS = range(11)
+HEAD = 11
 PLACES = 24  # buckets of positions: 0, 1-2, 3-6, 7-14, ...
 BINS_PER_OCTAVE = 8
 LOWEST_OCTAVE = 87  # biased exponent of 2**-40: smaller KL shares one bin
@@ -29,7 +29,8 @@ EXCERPTS, BEFORE, AROUND = 3, 40, 64  # of the largest tokens the neighbours: so
 EXCERPT_FIELDS = 2  # token id (-1: beyond the completion, -2 - id: under the mask), log-ratio
 EXCERPT = HISTOGRAM + BINS
 TOP = EXCERPT + EXCERPTS * AROUND * EXCERPT_FIELDS
-TOP_FIELDS = 5  # policy log-prob, reference log-prob, token id, index in the batch, whether last of its completion
+TOP_FIELDS = 5  # policy log-prob, reference log-prob, token id, index in the batch, ENDS and SPECIAL added up
+ENDS, SPECIAL = 1, 2  # the last token of its completion; a special token
 
 LARGEST = float(np.finfo(np.float32).max)  # stands for an infinite log-ratio
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
@@ -142,6 +143,8 @@ class TokenStats:
         The tokens with the largest KL, the largest first, those with NaN before all.
     excerpts:
         What stands around the first of them, where token ids are known: at most 3 pieces of 64 tokens.
+    kl_without_special:
+        Token mean without special tokens (end of text, formatting); None where their ids were not given.
     """
 
     tokens: int
@@ -167,6 +170,7 @@ class TokenStats:
     places: tuple[tuple[int, int, float], ...]
     outliers: tuple[Outlier, ...]
     excerpts: tuple[Excerpt, ...] = ()
+    kl_without_special: float | None = None
 
     @property
     def log_ratio_extreme(self) -> float:
@@ -279,7 +283,13 @@ def put_together(rows: Array, ranks: Sequence[int] | None = None) -> TokenStats:
         places=tuple(places),
         outliers=outliers,
         excerpts=_excerpts(outliers, parts),
+        kl_without_special=_without_special(parts, float(total[PLAIN_TOKENS])),
     )
+
+
+def _without_special(parts: Sequence[_Part], tokens: float) -> float | None:
+    """Return the token mean of what is not special; `tokens` are how many, NaN where that is not known."""
+    return None if math.isnan(tokens) else _over(sum(part.plain_mass for part in parts), int(tokens))
 
 
 def _excerpts(outliers: Sequence[Outlier], parts: Sequence[_Part]) -> tuple[Excerpt, ...]:
@@ -320,17 +330,18 @@ class _Part:
         self.tokens = int(row[TOKENS])
         width = max(1, int(row[WIDTH]))
         self.listed: list[Outlier] = []
-        self.end_mass = float(row[END_MASS])
+        self.end_mass, self.plain_mass = float(row[END_MASS]), float(row[PLAIN_MASS])
         self.place_mass = row[PLACE_MASS:PLACE_TOKENS].copy()
         self._around: dict[tuple[int, int], Array] = {}  # row and position to what stands there
         around = row[EXCERPT:TOP].reshape(EXCERPTS, AROUND, EXCERPT_FIELDS)
         top = row[TOP:].reshape(-1, TOP_FIELDS).tolist()
-        for place_in_list, (policy, reference, token_id, index, ends) in enumerate(top):
+        for place_in_list, (policy, reference, token_id, index, marks) in enumerate(top):
             kl = k3(reference - policy)
             if index < 0 or kl == 0:
                 continue  # fewer tokens than places in the list; a token without KL is no outlier
             position = int(index) % width
-            self.end_mass += kl if ends else 0.0
+            self.end_mass += kl if int(marks) & ENDS else 0.0
+            self.plain_mass += 0.0 if int(marks) & SPECIAL else kl
             self.place_mass[(position + 1).bit_length() - 1] += kl
             known_id = None if token_id < 0 else int(token_id)
             place = (position, int(index) // width, part, rank)

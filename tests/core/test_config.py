@@ -72,6 +72,6 @@ def test_build_takes_overrides_and_names_the_nearest_field():
 def test_is_frozen_and_can_be_pickled():
     """Workers get the same configuration."""
     config = GuardConfig(ratio=4.0)
-    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301 - made above
+    assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(FrozenInstanceError):
         config.ratio = 2.0

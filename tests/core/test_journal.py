@@ -287,7 +287,7 @@ def test_rolled_back_first_in_a_process_keeps_the_journal(tmp_path):
 
 
 def test_grace_survives_a_restart(tmp_path):
-    """Killed in the middle of it, the rest of the grace is kept."""
+    """Killed in the middle of it, what is resumed has a grace of its own: engines may need it."""
     config = GuardConfig(action="rollback", hard_ceiling=5.0, sustain=1)
     guard = KLGuard(config, output_dir=tmp_path, announce=False)
     feed(guard, [0.02] * 30)
@@ -296,7 +296,7 @@ def test_grace_survives_a_restart(tmp_path):
     guard.close()
     again = KLGuard(config, output_dir=tmp_path, announce=False)
     again.resumed(22)
-    assert [again.observe(step, 50.0).action for step in range(23, 27)] == ["continue"] * 3 + ["halt"]
+    assert [again.observe(step, 50.0).action for step in range(23, 29)] == ["continue"] * 5 + ["halt"]
 
 
 @pytest.mark.parametrize("kept", [[], range(61, 70)])

@@ -57,7 +57,7 @@ def test_state_through_json_and_pickle(cls, split):
         if observation.step == split:
             restored = cls()
             restored.load_state_dict(json.loads(json.dumps(halved.state_dict())))
-            halved = pickle.loads(pickle.dumps(restored))  # noqa: S301 - made above
+            halved = pickle.loads(pickle.dumps(restored))
         assert straight.update(observation) == halved.update(observation)
         assert straight.active == halved.active
 

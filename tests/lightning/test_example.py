@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from blocks import not_in, text_with
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -19,3 +21,5 @@ def test_it_blows_up_and_comes_back(tmp_path):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert "As expected" in run.stdout
     assert "back to step 50" in run.stdout
+    output = (run.stdout + run.stderr).replace(str(tmp_path), "lightning-output")
+    assert not not_in(output, text_with("lightning-output")), "README shows something else"

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from blocks import not_in, text_with
 
 import raw_grpo_loss
 from raw_grpo_loss import grpo_loss
@@ -58,5 +59,6 @@ def test_the_example_trains_and_is_watched(monkeypatch, capsys, tmp_path):
     raw_grpo_loss.main()
     out = capsys.readouterr().out
     assert "naive        nan" in out
+    assert not not_in(out, text_with("grad norm: naive")), "README shows something else"
     assert "step  10" in out
     assert len((tmp_path / "kl_guard" / "tokens.jsonl").read_text().splitlines()) == 10

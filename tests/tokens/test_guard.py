@@ -141,10 +141,10 @@ def test_a_disk_that_refuses_costs_the_lines(caplog, tmp_path, monkeypatch):
     guard = KLGuard(output_dir=tmp_path)
     guard.observe(step=1, tokens=tokens())
 
-    def full(line):
+    def full(*, sync=False):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(guard._tokens._file._file, "append", full)
+    monkeypatch.setattr(guard._tokens._file._file, "flush", full)
     with caplog.at_level(logging.WARNING, "kl_guard"):
         for step in range(2, 5):
             guard.observe(step=step, tokens=tokens(seed=step))

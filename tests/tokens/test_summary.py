@@ -201,6 +201,19 @@ def test_padding_inside_the_mask_is_counted():
     assert summarize_tokens(zeros, zeros, ones, ids).read().padding is None
 
 
+@given(seed=st.integers(0, 10_000), special=st.lists(st.integers(0, 60)), spikes=st.sampled_from([0, 30]))
+def test_kl_without_special_tokens(seed, special, spikes):
+    """The mean of the others, whether they are listed or not and however the batch is divided."""
+    policy, reference, mask, ids = batch(seed, 8, 50, spikes=spikes)
+    parts = [
+        summarize_tokens(*(t[a : a + 4] for t in (policy, reference, mask, ids)), special_ids=special) for a in (0, 4)
+    ]
+    plain = mask & ~torch.isin(ids, torch.tensor(special, dtype=ids.dtype))
+    expected = naive.stats(policy.double(), reference.double(), plain)["mean"]
+    told = parts[0].merged(parts[1:]).read().kl_without_special
+    assert told is None if not special else told == pytest.approx(expected, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
 def test_positions_and_ids_that_carry_the_mass_are_named():
     """An end of sequence that the reference scores otherwise: the share on last tokens and on that id."""
     policy, reference = torch.full((8, 30), -1.0), torch.full((8, 30), -1.01)
@@ -268,7 +281,7 @@ def test_nothing_waits_for_the_device(monkeypatch, path):
         monkeypatch.setattr(module, "_counts", module._counts_by_scatter)
     policy, reference, mask, ids = batch(8, 20, 50)
     with Watch():
-        summary = summarize_tokens(policy, reference, mask, ids, pad_token_id=0, eos_token_ids=[1])
+        summary = summarize_tokens(policy, reference, mask, ids, pad_token_id=0, eos_token_ids=[1], special_ids=[2])
         summary = summary.merged([summarize_tokens(policy, reference, mask, ids)])
     assert "expm1" in seen
     assert not seen & waits

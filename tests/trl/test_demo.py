@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blocks import DOCS, README, not_in, text_with
 
 pytestmark = pytest.mark.newest  # works on both; once is enough
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +30,8 @@ def test_the_demo_passes_and_halts(tmp_path, encoding):
         assert part in run.stdout
     assert "the learning rate was raised" in run.stdout
     assert (tmp_path / "out" / "blow-up" / "kl_guard" / "journal.jsonl").is_file()
+    output = (run.stdout + run.stderr).replace(str(tmp_path / "out"), "demo-output")
+    assert not not_in(output, text_with("demo-output")), "README shows something else"
 
 
 def test_the_rollback_example_ends_healthy(tmp_path):
@@ -38,6 +41,9 @@ def test_the_rollback_example_ends_healthy(tmp_path):
     assert "back at step" in run.stderr
     assert re.search(r"Final KL: 0\.[0-4]\d+ as the guard left it, \d\.\d+ without going back", run.stdout)
     assert (tmp_path / "out" / "guarded" / "final" / "model.safetensors").is_file()
+    output = (run.stdout + run.stderr).replace(str(tmp_path / "out"), "rollback-output")
+    for page in (README, DOCS / "rollback.md"):
+        assert not not_in(output, text_with("rollback-output", page)), f"{page} shows something else"
 
 
 @pytest.mark.soak

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kl_guard.checkpoints.ledger import Ledger
+from kl_guard.checkpoints.manifest import size_of
 from kl_guard.checkpoints.pins import Pin, PinStore
 from kl_guard.checkpoints.quarantine import Quarantine
 from kl_guard.checkpoints.retention import wanted
 from kl_guard.checkpoints.soundness import problems
 from kl_guard.findings import Checkpoint
+from kl_guard.progress import Shown, counted, unseen
 
 logger = logging.getLogger("kl_guard")
 
@@ -30,11 +32,14 @@ class Keeper:
         The guard's folder, for `pins/` and `quarantine/`; None for a run without files.
     pins:
         Whether checkpoints are pinned.
+    shown:
+        Shows how far it is where the caller waits for checksums.
     """
 
-    def __init__(self, folder: Path | None, *, pins: bool = True) -> None:
+    def __init__(self, folder: Path | None, *, pins: bool = True, shown: Shown = unseen) -> None:
         self._folder = folder
         self._pinning = pins
+        self._shown = shown
         self._ledger = Ledger()
         self._pins: PinStore | None = None
         self._quarantine: Quarantine | None = None
@@ -54,11 +59,12 @@ class Keeper:
             self._note(checkpoint)
         self._reads = writes or self._folder is None  # contents are for the process that decides to compare
         if self._folder is None or not writes:
+            self._pins = self._quarantine = None
             return
         self._quarantine = Quarantine(self._folder / "quarantine", within=self._folder.parent)
         if self._pinning and (self._pins is None or self._pins.run_id != run_id):
             self.close()
-            self._pins = PinStore(self._folder / "pins", run_id)
+            self._pins = PinStore(self._folder / "pins", run_id, shown=self._shown)
             self._pins.clean()
 
     def get(self, step: int) -> Checkpoint | None:
@@ -143,6 +149,16 @@ class Keeper:
         noted = self._ledger.get(checkpoint.step)
         self._note(replace(noted or checkpoint, path=os.fspath(target)))
 
+    def wrote(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is a pin that holds what this very process wrote, by checksums in memory."""
+        pin = self._pin_of(checkpoint.step)
+        return (
+            pin is not None
+            and self._pins is not None
+            and pin.path == Path(checkpoint.path)
+            and self._pins.made_here(pin)
+        )
+
     def newest_before(
         self, step: int, now: int | None = None, good: Callable[[Checkpoint], bool] = lambda _: True
     ) -> Checkpoint | None:
@@ -173,6 +189,11 @@ class Keeper:
         if self._pins is not None:
             self._pins.close()
 
+    def disown(self) -> None:
+        """In a forked child: have nothing to do with the files any more."""
+        self._pins = self._quarantine = None
+        self._reads = False
+
     def _sound_before(self, step: int, good: Callable[[Checkpoint], bool]) -> Iterator[Checkpoint]:
         """Yield the good and sound checkpoints of earlier steps, the newest first; contents are compared last."""
         pins = {pin.step: pin for pin in (self._pins.pins() if self._pins is not None else []) if pin.step < step}
@@ -193,7 +214,8 @@ class Keeper:
         if not self._reads:
             return True
         manifest = self._pins.manifest_of(original.step, path) if self._pins is not None else None
-        wrong = list(problems(path, manifest, original.files))
+        with self._shown(f"checking the checkpoint of step {original.step}") as told:
+            wrong = list(problems(path, manifest, original.files, on_bytes=counted(told, size_of(path))))
         for text in wrong:
             if text not in self._said:
                 self._said.add(text)

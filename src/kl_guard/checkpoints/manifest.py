@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kl_guard.paths import sync
+
 NAME = "kl_guard_manifest.json"
 _CHUNK = 1 << 22
+
+OnBytes = Callable[[int], None]
+"""Is told how many bytes more were read."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,12 @@ class Manifest:
         Raises
         ------
         ValueError
-            If it is not one, or names files outside of the folder.
+            If it is not one, names no file, or a file outside of the folder.
         OSError
             If it cannot be read.
         """
-        data = json.loads((folder / NAME).read_text())
         try:
+            data = json.loads((folder / NAME).read_text())
             files = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in data["files"].items()}
             manifest = cls(
                 str(data["run_id"]),
@@ -75,15 +79,22 @@ class Manifest:
                 int(data.get("attempt", 0)),
                 bool(data.get("single", False)),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError, ValueError) as error:
             raise ValueError(f"{folder / NAME} is no manifest ({error!r})") from error
+        if not files:
+            raise ValueError(f"{folder / NAME} names no file: anything would match it")
         for name in files:
             pure = PurePosixPath(name)
-            if pure.is_absolute() or ".." in pure.parts:
-                raise ValueError(f"{folder / NAME} names a file outside of its folder: {name}")
+            if pure.is_absolute() or ".." in pure.parts or not pure.name or "\0" in name:
+                raise ValueError(f"{folder / NAME} names a file outside of its folder: {name!r}")
         return manifest
 
-    def problems(self, folder: Path) -> Iterator[str]:
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size for record in self.files.values())
+
+    def problems(self, folder: Path, on_bytes: OnBytes | None = None) -> Iterator[str]:
         """Yield what is wrong with the files in `folder`, each with its path."""
         for name, record in self.files.items():
             path = folder / name
@@ -91,7 +102,7 @@ class Manifest:
                 size = path.stat().st_size
                 if size != record.size:
                     yield f"{path} has {size} bytes instead of {record.size}"
-                elif checksum(path) != record.sha256:
+                elif checksum(path, on_bytes) != record.sha256:
                     yield f"{path} does not match its checksum"
             except FileNotFoundError:
                 yield f"{path} is missing"
@@ -123,8 +134,13 @@ def sizes_of(folder: Path) -> dict[str, int]:
         return {}
 
 
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's content.
+def size_of(checkpoint: Path) -> int:
+    """Return the bytes of a checkpoint's files together; 0 where they cannot be read."""
+    return sum(sizes_of(checkpoint).values())
+
+
+def checksum(path: Path, on_bytes: OnBytes | None = None) -> str:
+    """Return the SHA-256 of a file's content; `on_bytes` is told how many bytes more were read.
 
     Raises
     ------
@@ -135,19 +151,6 @@ def checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk.
-
-    Raises
-    ------
-    OSError
-        If the system refuses.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from kl_guard.checkpoints.manifest import NAME as MANIFEST
-from kl_guard.checkpoints.manifest import FileRecord, Manifest, base_of, checksum, files_of, sync
-from kl_guard.paths import safe_name, unused
+from kl_guard.checkpoints.manifest import FileRecord, Manifest, base_of, checksum, files_of
+from kl_guard.paths import safe_name, sync, unused
+from kl_guard.progress import Shown, counted, unseen
 
 logger = logging.getLogger("kl_guard")
 
@@ -24,6 +28,7 @@ DRAFT = ".draft-"
 KNOWN = "manifests"  # of pins that are gone, as long as the original is there
 PROCESS = uuid.uuid4().hex[:8]  # told apart from earlier processes, whose number may have been the same
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
+LOOK = 0.1  # seconds from one look at a pin that is waited for to the next
 ROOM = 2  # checkpoints' worth of free space below which nothing is copied
 
 
@@ -56,15 +61,20 @@ class PinStore:
         The run they belong to; pins of another run are never offered.
     small:
         Files of fewer bytes are copied, not linked.
+    shown:
+        Shows how far it is where the caller waits for checksums.
     """
 
-    def __init__(self, folder: Path, run_id: str, *, small: int | None = None) -> None:
+    def __init__(self, folder: Path, run_id: str, *, small: int | None = None, shown: Shown = unseen) -> None:
         self.folder = folder
         self.run_id = run_id
         self._small = SMALL if small is None else small
         self._compared: dict[Path, object] = {}  # pins found sound, with the state of their files then
         self._worker: ThreadPoolExecutor | None = None
         self._building: dict[int, Future[None]] = {}
+        self._made: dict[int, Manifest] = {}  # by this process; what is on the disk, others may have written
+        self._shares: dict[int, float] = {}  # of the pins that are being made, as far as they are
+        self._shown = shown
         self._said: set[str] = set()
 
     def __repr__(self) -> str:
@@ -125,6 +135,9 @@ class PinStore:
     def wait(self) -> None:
         """Wait until every pin begun is complete or given up."""
         for step, future in list(self._building.items()):
+            with self._shown(f"pinning the checkpoint of step {step}") as told:
+                while not futures.wait([future], timeout=LOOK).done:
+                    told(self._shares.get(step, 0.0))
             future.result()
             self._building.pop(step, None)
 
@@ -133,6 +146,8 @@ class PinStore:
         found = []
         for path in self.folder.glob("step-*"):
             try:
+                if path.is_symlink():
+                    raise ValueError("it is a link, and pins are folders")
                 manifest = Manifest.read(path)
             except (OSError, ValueError) as error:
                 self._say(str(path), f"pin {path} is not used: {error}")
@@ -146,12 +161,20 @@ class PinStore:
         now = _states(pin.path)
         if now is not None and self._compared.get(pin.path) == now:
             return True  # a large checkpoint is read once, not at every look
-        wrong = list(pin.manifest.problems(pin.path))
+        with self._shown(f"checking the pin of step {pin.step}") as told:
+            wrong = list(_links(pin)) or list(pin.manifest.problems(pin.path, counted(told, pin.manifest.size)))
         for text in wrong:
             self._say(text, f"pin of step {pin.step} is not used: {text}")
         if not wrong:
             self._compared[pin.path] = now
         return not wrong
+
+    def made_here(self, pin: Pin) -> bool:
+        """Return whether a sound pin holds what this very process wrote into it, by checksums held in memory.
+
+        The manifest on the disk tells damage, not intent: who may write a pin may write its manifest too.
+        """
+        return self._made.get(pin.step) == pin.manifest and self.sound(pin)
 
     def same(self, pin: Pin, folder: Path) -> bool:
         """Return whether a folder holds what a sound pin holds; files that are linked are not read again."""
@@ -162,7 +185,9 @@ class PinStore:
         except OSError:
             return False
         rest = {name: record for name, record in pin.manifest.files.items() if name not in linked}
-        return not any(replace(pin.manifest, files=rest).problems(folder))
+        unlinked = replace(pin.manifest, files=rest)
+        with self._shown(f"comparing {folder.name} with its pin") as told:
+            return not any(unlinked.problems(folder, counted(told, unlinked.size)))
 
     def thin_out(self, wanted: Callable[[list[int]], set[int]]) -> None:
         """Delete the complete pins of this run that are not wanted: only the guard's own surplus.
@@ -226,14 +251,15 @@ class PinStore:
         """Drop what is known of later steps; return step and folder of their pins, for the caller to move away."""
         for later, known in _by_step(self.folder / KNOWN):
             if later > step:
-                shutil.rmtree(known, ignore_errors=True)
+                _drop(known)
         return [(later, path) for later, path in _by_step(self.folder) if later > step]
 
     def forget(self, step: int) -> Path | None:
         """Drop what is known of one step, which is being saved again; return its pin, for the caller to move away."""
         if step in self._building:
             self.wait()
-        shutil.rmtree(self.folder / KNOWN / f"step-{step}", ignore_errors=True)
+        self._made.pop(step, None)
+        _drop(self.folder / KNOWN / f"step-{step}")
         path = self.folder / f"step-{step}"
         return path if path.exists() else None
 
@@ -245,7 +271,7 @@ class PinStore:
             except (OSError, ValueError):
                 gone = True
             if gone:
-                shutil.rmtree(known, ignore_errors=True)
+                _drop(known)
         if self._original(manifest).exists():
             keep = folder / f"step-{manifest.step}"
             keep.mkdir(parents=True, exist_ok=True)
@@ -268,6 +294,7 @@ class PinStore:
     def close(self) -> None:
         """Finish what was begun, and stop the thread."""
         if self._worker is not None:
+            self.wait()
             self._worker.shutdown(wait=True)
             self._worker = None
 
@@ -300,21 +327,25 @@ class PinStore:
                 with file, (draft / name).open("xb") as copy:
                     shutil.copyfileobj(file, copy, 1 << 22)
             files = {}
-            for name in names:
-                path = draft / name
-                sync(path)
-                files[name] = FileRecord(path.stat().st_size, checksum(path))
+            sizes = {name: (draft / name).stat().st_size for name in names}
+            on_bytes = counted(functools.partial(self._shares.__setitem__, manifest.step), sum(sizes.values()))
+            for name, size in sizes.items():
+                sync(draft / name)
+                files[name] = FileRecord(size, checksum(draft / name, on_bytes))
             complete = Manifest(**{**vars(manifest), "files": files})
             complete.write(draft)
             for folder in [p for p in draft.rglob("*") if p.is_dir()] + [draft]:
                 sync(folder)
             draft.rename(self.folder / f"step-{manifest.step}")
+            self._made[manifest.step] = complete
             sync(self.folder)
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {manifest.source} is not pinned: {error}", str(error.errno))
         except Exception:
             logger.exception("kl-guard: a fault of the guard itself in pinning; training goes on")
             self._give_up(draft, held, f"checkpoint {manifest.source} is not pinned", "fault")
+        finally:
+            self._shares.pop(manifest.step, None)
 
     def _give_up(self, draft: Path, held: dict[str, BinaryIO], text: str, kind: str) -> None:
         for file in held.values():
@@ -331,7 +362,24 @@ class PinStore:
 def _by_step(folder: Path) -> list[tuple[int, Path]]:
     """Return the folders `step-N` in a folder, by step."""
     numbered = [(path.name.removeprefix("step-"), path) for path in folder.glob("step-*")]
-    return sorted((int(number), path) for number, path in numbered if number.isdigit())
+    return sorted((int(number), path) for number, path in numbered if number.isdecimal())
+
+
+def _drop(known: Path) -> None:
+    """Remove a manifest that was kept, and its folder; nothing else, wherever a link may lead."""
+    with contextlib.suppress(OSError):
+        if not (known.is_symlink() or known.parent.is_symlink()):
+            (known / MANIFEST).unlink(missing_ok=True)
+            known.rmdir()
+
+
+def _links(pin: Pin) -> Iterator[str]:
+    """Yield the files of a pin that are really elsewhere: pins hold no links, and what one leads to is not ours."""
+    root = os.path.realpath(pin.path)
+    for name in pin.manifest.files:
+        path = pin.path / name
+        if os.path.realpath(path) != os.fspath(Path(root, name)):
+            yield f"{path} is a link"
 
 
 def _states(folder: Path) -> object:

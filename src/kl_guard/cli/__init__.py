@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,27 +17,67 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, 1 for what was watched for, 2 for a usage error, 130 for Ctrl-C."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    _see_to_streams()
     try:
-        status: int = options.run(options)
+        options = _parser().parse_args(argv)
+        from kl_guard.cli.terminal import listening
+
+        with listening():
+            status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"kl-guard: error: {_one_line(error)}", file=sys.stderr)
+    except SystemExit as error:  # of help, or a usage error
+        return _flushed(error.code if isinstance(error.code, int) else USAGE)
+    except (ValueError, TypeError, OSError, ImportError, RecursionError, OverflowError) as error:
+        _complain(f"kl-guard: error: {_one_line(error)}")
+        return _flushed(USAGE)
+    return status
+
+
+def _see_to_streams() -> None:
+    """Have streams that everything can be printed on, also where they were closed or know only ASCII."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flushed(status: int) -> int:
+    """Return the status when all is printed that can be: that of a usage error where it cannot."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _close_output()
+    except OSError as error:
+        _close_output()
+        if status != USAGE:
+            _complain(f"kl-guard: error: {_one_line(error)}")
         return USAGE
     return status
+
+
+def _close_output() -> None:
+    """Let what cannot be printed any more go nowhere, instead of failing once more at the very end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(text: str) -> None:
+    from kl_guard.cli.terminal import in_one_line
+
+    print(in_one_line(text), file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        _complain(f"{self.prog}: error: {message} (see {self.prog} --help)")
         sys.exit(USAGE)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kl_guard.checkpoints.manifest import size_of
 from kl_guard.checkpoints.soundness import problems
 from kl_guard.cli import terminal
 from kl_guard.cli.curve import sparkline
@@ -17,11 +19,10 @@ from kl_guard.findings import Checkpoint
 from kl_guard.history import History
 from kl_guard.logs import open_log
 from kl_guard.messages import describe
-from kl_guard.replay import ReplayResult, replay
+from kl_guard.progress import Shown, Told, counted, unseen
+from kl_guard.replaying import ReplayResult, judged
 from kl_guard.report import Story
 from kl_guard.series import from_log
-
-SECONDS = ("train_runtime", "_runtime", "runtime")  # since the start of the run, as logs have it
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain values, ready for JSON."""
         source = self.result.source
-        return {
+        told = {
             "log": self.log,
             "setting": self.setting,
             "kl": None if source is None else {"name": source.name, "kind": source.kind, "others": source.others},
@@ -93,56 +94,71 @@ class Answer:
             "steps_after": self.steps_after,
             "hours_saved": self.hours_saved,
             "money_saved": self.money_saved,
-            "findings": [_plain(finding.to_dict()) for finding in self.result.findings],
+            "findings": [finding.to_dict() for finding in self.result.findings],
             "notes": list(self.result.notes),
         }
+        return {name: _plain(value) for name, value in told.items()}
 
 
-def answer(
-    log: str,
-    key: str | None,
-    overrides: dict[str, Any],
-    setting: dict[str, Any],
-    hours: float | None,
-    cost_per_hour: float | None,
-) -> Answer:
-    """Replay a log.
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a log: the knobs, of which `setting` are those that a sweep varies, and what a run costs."""
+
+    knobs: dict[str, Any]
+    setting: dict[str, Any]
+    hours: float | None = None
+    cost_per_hour: float | None = None
+
+
+def answers(log: str, key: str | None, questions: Sequence[Question], shown: Shown = unseen) -> Iterator[Answer]:
+    """Yield the answer of a log to each question; the log is read once. `shown` shows how far it is.
 
     Raises
     ------
     ValueError, TypeError, OSError
         For a log or a knob that cannot be taken; the message has which.
     """
-    result = replay(log, key=key, **overrides)
-    history = _history(log, key)
+    configs = [GuardConfig.build(**question.knobs) for question in questions]
+    opened, name = open_log(log), Path(log).name or log
+    with shown(f"reading {name}") as told:
+        opened.on_share = told
+        series = from_log(opened, key)
+        if len(questions) > 1:
+            series.hold()
+        else:
+            results = [judged(series, configs[0], questions[0].knobs)]
+    if len(questions) > 1:
+        with shown(f"replaying {name} {len(questions)} times") as told:
+            results = []
+            for number, (config, question) in enumerate(zip(configs, questions, strict=True)):
+                series.on_share = partial(_within, told, number, len(questions))
+                results.append(judged(series, config, question.knobs))
     there = _checkpoints(Path(log))
-    checkpoint = None
-    if result.departure_step is not None:
-        index = history.index(result.departure_step)
-        first = history[index].first_step if index < len(history) else result.departure_step
-        checkpoint = _way_back(there, first - 1)
-    saved = _hours_saved(log, history.steps, result, hours)
-    money = None if saved is None or cost_per_hour is None else saved * cost_per_hour
-    config = asdict(GuardConfig.build(**overrides))
-    return Answer(log, result, history, setting, checkpoint, there, config, saved, money)
+    sound = _Sound(there, shown)
+    for question, config, (result, history) in zip(questions, configs, results, strict=True):
+        checkpoint = None
+        if result.departure_step is not None:
+            index = history.index(result.departure_step)
+            first = history[index].first_step if index < len(history) else result.departure_step
+            checkpoint = sound.newest_before(first - 1)
+        saved = _hours_saved(history.steps, result, question.hours, series.seconds)
+        money = None if saved is None or question.cost_per_hour is None else saved * question.cost_per_hour
+        yield Answer(log, result, history, question.setting, checkpoint, there, asdict(config), saved, money)
 
 
-def _history(log: str, key: str | None) -> History:
-    """Return the observations of a log; where steps go back, what came after is dropped, as in the run."""
-    history = History()
-    for _, observation in from_log(open_log(log), key):
-        if len(history) and observation.step <= history.steps[-1]:
-            history.truncate(observation.step - 1)
-        history.append(observation)
-    return history
+def _within(told: Told, part: int, parts: int, share: float) -> None:
+    """Tell the share of the whole, from that of one of its parts."""
+    told((part + share) / parts)
 
 
 def as_text(one: Answer) -> str:
     """Return the answer as text."""
     result, lines = one.result, []
-    head = f"{one.log}: {result.observations} observations, steps {one.steps[0]} to {one.steps[-1]}"
-    lines.append(terminal.wrapped(head + (f"; {result.source}" if result.source else "")))
-    lines += [terminal.wrapped(f"note: {note}") for note in result.notes]
+    head = (
+        f"{terminal.in_one_line(one.log)}: {result.observations} observations, steps {one.steps[0]} to {one.steps[-1]}"
+    )
+    lines.append(terminal.wrapped(head + (f"; {terminal.in_one_line(str(result.source))}" if result.source else "")))
+    lines += [terminal.wrapped(terminal.in_one_line(f"note: {note}")) for note in result.notes]
     finite = [kl for kl in one.kl if kl is not None and math.isfinite(kl)]
     if finite:
         curve = sparkline(one.kl, terminal.width() - 4, plain=terminal.plain())
@@ -179,7 +195,7 @@ def table(answers: list[Answer]) -> str:
             back,
             said,
         ]
-        shown.add_row(*(Text(terminal.shown("-" if cell is None else str(cell))) for cell in cells))
+        shown.add_row(*(Text(terminal.in_one_line("-" if cell is None else str(cell))) for cell in cells))
     console = Console(width=terminal.width(), no_color=not terminal.in_colour(), highlight=False)
     with console.capture() as captured:
         console.print(shown)
@@ -196,7 +212,7 @@ def _verdict(one: Answer) -> str:
     if result.departure_step is not None:
         lines.append(f"The curve left its own regime at about step {result.departure_step}.")
     if one.checkpoint is not None:
-        lines.append(f"Go back to {one.checkpoint}, the newest checkpoint here from before that.")
+        lines.append(f"Go back to {terminal.in_one_line(one.checkpoint)}, the newest checkpoint here from before that.")
     elif one.there:
         lines.append(f"None of the {len(one.there)} checkpoints beside this log is from before that.")
     if one.hours_saved is not None:
@@ -222,41 +238,35 @@ def _checkpoints(log: Path) -> dict[int, Path]:
     return {}
 
 
-def _way_back(there: dict[int, Path], behind: int) -> str | None:
-    """Return the newest sound checkpoint of a step before `behind`, the update that is suspect already."""
-    for step in sorted((step for step in there if step < behind), reverse=True):
-        if next(problems(there[step]), None) is None:
-            return str(there[step])
-    return None
+class _Sound:
+    """The checkpoints beside a log, each looked into once."""
+
+    def __init__(self, there: dict[int, Path], shown: Shown) -> None:
+        self._there = there
+        self._shown = shown
+        self._known: dict[int, bool] = {}
+
+    def newest_before(self, behind: int) -> str | None:
+        """Return the newest sound checkpoint of a step before `behind`, the update that is suspect already."""
+        for step in sorted((step for step in self._there if step < behind), reverse=True):
+            if step not in self._known:
+                path = self._there[step]
+                with self._shown(f"checking {path.name}") as told:
+                    wrong = next(problems(path, on_bytes=counted(told, size_of(path))), None)
+                self._known[step] = wrong is None
+            if self._known[step]:
+                return str(self._there[step])
+        return None
 
 
-def _hours_saved(log: str, steps: Sequence[int], result: ReplayResult, hours: float | None) -> float | None:
+def _hours_saved(
+    steps: Sequence[int], result: ReplayResult, hours: float | None, seconds: float | None
+) -> float | None:
     fired = result.fired_at
     if fired is None or not steps:
         return None
-    total = hours if hours is not None else _hours_of(log)
+    total = hours if hours is not None or seconds is None else seconds / 3600
     return None if total is None else total * (steps[-1] - fired) / max(1, steps[-1])
-
-
-def _hours_of(log: str) -> float | None:
-    """Return how long a run took, by its log; None where that does not say."""
-    longest = 0.0
-    for row in _all_rows(log):
-        for name in SECONDS:
-            value = row.get(name)
-            if isinstance(value, (int, float, str)):
-                try:
-                    longest = max(longest, float(value))
-                except ValueError:
-                    continue
-    return longest / 3600 if longest > 0 else None
-
-
-def _all_rows(log: str) -> Any:
-    from kl_guard.logs.trainer_state import TrainerState, read_history
-
-    opened = open_log(log)
-    return read_history(opened.path) if isinstance(opened, TrainerState) else opened.rows()
 
 
 def _plain(value: Any) -> Any:

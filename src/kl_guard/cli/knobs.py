@@ -61,4 +61,4 @@ def _value(name: str, kind: Any, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{name} must be a number, got {text!r}") from None
+        raise ValueError(f"{name} must be a {'whole ' if kind is int else ''}number, got {text!r}") from None

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kl_guard.cli import knobs
+from kl_guard.cli import knobs, terminal
 
 
 def add_to(commands: Any) -> None:
@@ -20,9 +20,11 @@ def add_to(commands: Any) -> None:
         description="Run the guard over finished logs: trainer_state.json or a folder with checkpoints, console "
         "output, JSON lines, CSV (exports of W&B and MLflow too), TensorBoard folders, the guard's own journal.",
     )
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="a log; several give a table")
+    parser.add_argument("logs", nargs="+", type=terminal.path, metavar="LOG", help="a log; several give a table")
     parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
-    parser.add_argument("--report", metavar="FILE", help="write the report of one log as an HTML file as well")
+    parser.add_argument(
+        "--report", type=terminal.path, metavar="FILE", help="write the report of one log as an HTML file as well"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, one object for each log and setting")
     parser.add_argument(
         "--sweep",
@@ -39,30 +41,35 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay each log with each setting and print what comes of it."""
-    from kl_guard.cli.answer import answer, as_text, table
+    from kl_guard.cli.answer import Question, answers, as_text, table
+    from kl_guard.progress import on_terminal
 
     sweep = [knobs.parse(text) for text in options.sweep]
     names = [name for name, _ in sweep]
+    if len(set(names)) < len(names):
+        raise ValueError("--sweep takes each knob once")
     settings = [dict(zip(names, values, strict=True)) for values in itertools.product(*(v for _, v in sweep))]
-    answers = [
-        answer(log, options.key, {**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
-        for log in options.logs
+    if options.report and len(options.logs) * len(settings) != 1:
+        raise ValueError("--report takes one log and no --sweep")
+    asked = [
+        Question({**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
         for setting in settings
     ]
+    told = [one for log in options.logs for one in answers(log, options.key, asked, on_terminal)]
     if options.report:
-        if len(answers) != 1:
-            raise ValueError("--report takes one log and no --sweep")
         from kl_guard.report import render
 
-        Path(options.report).write_text(render(answers[0].story()), encoding="utf-8")
+        Path(options.report).write_text(render(told[0].story()), encoding="utf-8")
     if options.json:
-        for one in answers:
+        for one in told:
             json.dump(one.to_dict(), sys.stdout)
             print()
-    elif len(answers) == 1:
-        print(as_text(answers[0]))
+    elif len(told) == 1:
+        print(as_text(told[0]))
     else:
-        print(table(answers))
+        print(table(told))
+        for note in dict.fromkeys(note for one in told for note in one.result.notes):
+            print(terminal.wrapped(terminal.in_one_line(f"note: {note}")), file=sys.stderr)
     return 0
 
 

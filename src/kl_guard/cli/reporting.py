@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kl_guard.cli import terminal
+
 FOLDER = "kl_guard"
 
 
@@ -18,15 +20,21 @@ def add_to(commands: Any) -> None:
         help="write the report of a run as one HTML file",
         description="Write one HTML file, opened from disk, that says what the guard saw in a run.",
     )
-    report.add_argument("run_dir", metavar="RUN_DIR", help="the run's output folder, or kl_guard/ in it")
-    report.add_argument("--output", "-o", metavar="FILE", help="where to; RUN_DIR/kl_guard/report.html otherwise")
+    report.add_argument(
+        "run_dir", type=terminal.path, metavar="RUN_DIR", help="the run's output folder, or kl_guard/ in it"
+    )
+    report.add_argument(
+        "--output", "-o", type=terminal.path, metavar="FILE", help="where to; RUN_DIR/kl_guard/report.html otherwise"
+    )
     report.set_defaults(run=run_report)
     tokens: argparse.ArgumentParser = commands.add_parser(
         "tokens",
         help="which tokens carried the KL",
         description="Print the tokens that kept coming back among those with the largest KL, the last 64 steps.",
     )
-    tokens.add_argument("run_dir", metavar="RUN_DIR", help="the run's output folder, or kl_guard/ in it")
+    tokens.add_argument(
+        "run_dir", type=terminal.path, metavar="RUN_DIR", help="the run's output folder, or kl_guard/ in it"
+    )
     tokens.add_argument("--step", type=int, help="those of one step")
     tokens.add_argument("--json", action="store_true", help="print JSON, one object a line")
     tokens.set_defaults(run=run_tokens)
@@ -39,7 +47,7 @@ def run_report(options: argparse.Namespace) -> int:
     folder = _folder(options.run_dir)
     target = Path(options.output) if options.output else folder / "report.html"
     target.write_text(render(story_of(folder)), encoding="utf-8")
-    print(target)
+    print(terminal.in_one_line(str(target)) if sys.stdout.isatty() else target)
     return 0
 
 
@@ -74,8 +82,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    from kl_guard.cli import terminal
-
     names = ["steps", "kl", "policy_logprob", "ref_logprob", "position", "token_id", "text", "prompt"]
     names = [name for name in names if any(name in row for row in rows)]
     table = Table(box=None, pad_edge=False)
@@ -85,7 +91,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = [row.get(name, "-") for name in names]
         shown = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
-        table.add_row(*(Text(terminal.shown(cell)[:200].replace("\n", "\\n")) for cell in shown))
+        table.add_row(*(Text(terminal.in_one_line(cell)[:200]) for cell in shown))
     console = Console(width=terminal.width(), no_color=not terminal.in_colour(), highlight=False)
     with console.capture() as captured:
         console.print(table)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 NARROWEST = 20
 COLOURS = {"critical": "31;1", "warn": "33", "info": "36", "good": "32", "dim": "2"}
@@ -40,9 +43,44 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+def in_one_line(text: str) -> str:
+    """Return the same for a name: ends of lines are made visible too."""
+    return shown(text).replace("\n", "\\n")
+
+
+def path(text: str) -> str:
+    """Return a path that was given on the command line, as the type of an argument.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        For an empty one, which would be the folder one is in.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
 def wrapped(text: str, indent: str = "  ") -> str:
     """Return text in lines that fit, all but the first indented."""
     return "\n".join(
         textwrap.fill(line, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         for line in shown(text).splitlines()
     )
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Print what the guard logs, such as warnings of its own, on standard error."""
+    import logging
+
+    class Printer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print(shown(self.format(record)), file=sys.stderr, flush=True)
+
+    logger, printer = logging.getLogger("kl_guard"), Printer()
+    logger.addHandler(printer)
+    try:
+        yield
+    finally:
+        logger.removeHandler(printer)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_guard.cli import knobs
+from kl_guard.cli import knobs, terminal
 
 if TYPE_CHECKING:
     from kl_guard import Decision, Finding, KLGuard
+    from kl_guard.alerts import Alerts
 
 CRITICAL = 1
+LONGEST = 1e6  # seconds
 
 
 def add_to(commands: Any) -> None:
@@ -25,13 +28,20 @@ def add_to(commands: Any) -> None:
         description="Follow a growing log (JSON lines, console output, CSV), through rotation and truncation. Exits "
         "with 1 on a critical finding.",
     )
-    parser.add_argument("log", metavar="LOG", help="a file; it may come later")
+    parser.add_argument("log", type=terminal.path, metavar="LOG", help="a file; it may come later")
     parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
     parser.add_argument(
         "--on-critical",
         metavar="CMD",
         help="a shell command to run on a critical finding; its environment has KL_GUARD_SIGNATURE, KL_GUARD_STEP, "
         "KL_GUARD_ONSET, KL_GUARD_DEPARTURE and KL_GUARD_LOG",
+    )
+    parser.add_argument(
+        "--alert",
+        action="append",
+        metavar="URL",
+        help="an apprise URL to send an alert to on a critical finding; may be given again. Others on the machine see "
+        "it in the list of processes: the environment variable KL_GUARD_ALERTS is the place for secrets",
     )
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")
     parser.add_argument(
@@ -43,23 +53,30 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Follow the log until a critical finding, the idle time, or Ctrl-C."""
-    import logging
-
     from kl_guard import GuardConfig, KLGuard
+    from kl_guard.alerts import Alerts
     from kl_guard.logs import Follower
 
-    if not options.interval > 0:
+    if not 0 < options.interval < LONGEST:
         raise ValueError(f"--interval must be a number above 0, got {options.interval}")
-    logging.getLogger("kl_guard").addHandler(logging.StreamHandler(sys.stderr))
-    guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0)
+    alerts = Alerts(options.alert, given="--alert")
+    if options.idle is not None and not options.idle >= 0:
+        raise ValueError(f"--idle must be a number of at least 0, got {options.idle}")
+    if Path(options.log).is_dir() or Path(options.log).is_file():
+        Path(options.log).open("rb").close()  # said at once where it cannot be; one that is not there may come
+    guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
-    with Follower(options.log) as follower, _View(options.log) as view:
+    with closing(alerts), Follower(options.log) as follower, _View(options.log) as view:
         while True:
             rows = follower.poll()
+            for note in follower.notes.news():
+                view.note(note)
             for row in rows:
                 decision = _take(guard, row, options.key)
                 for finding in decision.findings:
                     view.say(finding)
+                    if finding.severity == "critical" or finding == decision.reason:
+                        _tell(alerts, guard, finding, options)
                 if decision:
                     view.show(guard)
                     return _act(decision, options)
@@ -85,7 +102,27 @@ def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
     return guard.log(row, step, key=key)
 
 
+def _tell(alerts: Alerts, guard: KLGuard, finding: Finding, options: argparse.Namespace) -> None:
+    """Send an alert: the run itself goes on, as far as can be known here."""
+    from kl_guard import Decision
+    from kl_guard.alerts import incident_of
+
+    next_ = "the command given for it is run" if options.on_critical else "kl-guard watch does not stop the run"
+    incident = incident_of(
+        Decision(findings=(finding,)),
+        finding,
+        step=finding.step,
+        attempt=finding.attempt,
+        run_id=guard.run_id,
+        output_dir=None,
+        done=f"It was seen in {Path(options.log).absolute()}; {next_}",
+    )
+    alerts.send(incident, alerts.targets(tracked=False))
+
+
 def _act(decision: Decision, options: argparse.Namespace) -> int:
+    import subprocess
+
     reason = decision.reason
     if options.on_critical and reason is not None:
         facts = {
@@ -97,8 +134,12 @@ def _act(decision: Decision, options: argparse.Namespace) -> int:
         }
         told = {f"KL_GUARD_{name}": "" if value is None else str(value) for name, value in facts.items()}
         # The user's own command as it was typed; nothing of the log is put into it.
-        done = subprocess.run(options.on_critical, shell=True, env={**os.environ, **told}, check=False)  # noqa: S602
-        print(f"kl-guard: the command ended with {done.returncode}", file=sys.stderr)
+        try:
+            done = subprocess.run(options.on_critical, shell=True, env={**os.environ, **told}, check=False)  # noqa: S602
+        except (OSError, ValueError) as error:
+            print(f"kl-guard: the command could not be run: {error}", file=sys.stderr)
+        else:
+            print(f"kl-guard: the command ended with {done.returncode}", file=sys.stderr)
     return CRITICAL
 
 
@@ -119,17 +160,20 @@ class _View:
 
     def say(self, finding: Finding) -> None:
         """Print a finding."""
-        from kl_guard.cli import terminal
         from kl_guard.messages import describe
 
         self._clear()
         print(terminal.painted(terminal.wrapped(describe(finding), "    "), str(finding.severity)), flush=True)
 
+    def note(self, text: str) -> None:
+        """Print what is peculiar about the log."""
+        self._clear()
+        print(terminal.in_one_line(f"kl-guard: {text}"), file=sys.stderr, flush=True)
+
     def show(self, guard: KLGuard) -> None:
         """Bring the line up to date."""
         if not self._live:
             return
-        from kl_guard.cli import terminal
         from kl_guard.cli.curve import sparkline
 
         count = len(guard.history)
@@ -144,7 +188,7 @@ class _View:
             recent = [guard.history[i].kl_mean for i in range(max(0, count - 4 * room), count)] if room > 0 else []
             text += sparkline(recent, room, plain=terminal.plain())
         self._clear()
-        self._shown = terminal.shown(text)[: terminal.width() - 1]
+        self._shown = terminal.in_one_line(text)[: terminal.width() - 1]
         print(self._shown, end="", flush=True)
 
     def _clear(self) -> None:

@@ -1,6 +1,7 @@
 """One signature per file: `update(observation)` returns a finding or None."""
 
 from kl_guard.detectors.base import Detector
+from kl_guard.detectors.beta_runaway import BetaRunaway
 from kl_guard.detectors.drift_asymmetry import DriftAsymmetry
 from kl_guard.detectors.entropy_collapse import EntropyCollapse
 from kl_guard.detectors.kl_blowup import KLBlowup
@@ -11,6 +12,7 @@ from kl_guard.detectors.kl_negative import KLNegative
 from kl_guard.detectors.kl_nonfinite import KLNonfinite
 from kl_guard.detectors.kl_plateau import KLPlateau
 from kl_guard.detectors.kl_saturated import KLSaturated
+from kl_guard.detectors.kl_spikes import KLSpikes
 from kl_guard.detectors.padding_in_mask import PaddingInMask
 from kl_guard.detectors.reference_changed import ReferenceChanged
 from kl_guard.detectors.reference_mismatch import ReferenceMismatch
@@ -20,6 +22,7 @@ from kl_guard.detectors.rise import Rise, RiseMonitor
 from kl_guard.detectors.token_outlier import TokenOutlier
 
 __all__ = [
+    "BetaRunaway",
     "Detector",
     "DriftAsymmetry",
     "EntropyCollapse",
@@ -31,6 +34,7 @@ __all__ = [
     "KLNonfinite",
     "KLPlateau",
     "KLSaturated",
+    "KLSpikes",
     "PaddingInMask",
     "ReferenceChanged",
     "ReferenceMismatch",

@@ -44,10 +44,7 @@ class EntropyCollapse(Detector):
         self._sustain = (config or GuardConfig()).sustain
         self._early: list[tuple[int, float]] = []
         self._low = Streak()
-
-    @property
-    def _start(self) -> float:
-        return statistics.median(value for _, value in self._early)
+        self._start = 0.0  # the median of the early ones, once all are there
 
     def _judge(self, observation: Observation) -> Severity | None:
         entropy = observation.entropy
@@ -55,7 +52,8 @@ class EntropyCollapse(Detector):
             return None
         if len(self._early) < EARLY and (not self._early or observation.step > self._early[-1][0]):
             self._early.append((observation.step, entropy))
-        known = len(self._early) == EARLY and self._start > 0
+            self._settle()
+        known = self._start > 0
         low = known and (entropy < SHARE * self._start or (self._start > HIGH and entropy < LOW))
         return Severity.WARN if self._low.update(observation.step, low) >= self._sustain else None
 
@@ -70,8 +68,12 @@ class EntropyCollapse(Detector):
             evidence={"entropy": observation.entropy, "start": self._start, "observations": self._low.length},
         )
 
+    def _settle(self) -> None:
+        if len(self._early) == EARLY:
+            self._start = statistics.median(value for _, value in self._early)
+
     def _forget(self) -> None:
-        self._early = []
+        self._early, self._start = [], 0.0
         self._low.reset()
 
     def _memory(self) -> dict[str, Any]:
@@ -79,4 +81,6 @@ class EntropyCollapse(Detector):
 
     def _recall(self, memory: dict[str, Any]) -> None:
         self._early = [(int(step), float(value)) for step, value in memory["early"]]
+        self._start = 0.0
+        self._settle()
         self._low.load_state_dict(memory["low"])

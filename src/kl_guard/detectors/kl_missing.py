@@ -14,7 +14,7 @@ LASTING = 20
 
 
 class KLMissing(Detector):
-    """Says that KL is NaN or absent while the rest of the step is sound; never a reason to halt.
+    """Says that KL is NaN or absent while nothing else is broken; never a reason to halt.
 
     `info` at first (for a value that is absent, at the second step): a batch whose completions are all masked has no
     KL (ms-swift issue 4465). `warn` when it lasts 20 observations: then the guard is blind, most often because beta is
@@ -59,7 +59,7 @@ class KLMissing(Detector):
             else "beta 0 leaves no reference model to measure against, or the metric has another name"
         )
         others = [n for n in ("loss", "grad_norm") if getattr(observation, n) is not None]
-        while_ = f"while {' and '.join(others)} {'are' if len(others) > 1 else 'is'} sound" if others else ""
+        while_ = f"while {' and '.join(others)} {'are' if len(others) > 1 else 'is'} finite" if others else ""
         blind = "; until it is back a blow-up cannot be seen" if severity is Severity.WARN else ""
         return Finding(
             self.signature,

@@ -36,9 +36,13 @@ class KLSaturated(Detector):
         self._maxima = Recent(LOOKS)
         self._ceiling = 0.0
 
-    def _judge(self, observation: Observation) -> Severity | None:
+    def absorb(self, observation: Observation) -> None:
+        """Take in an observation of the past: no more than remembered."""
         if observation.kl_max is not None:
             self._maxima.update(observation.step, observation.kl_max)
+
+    def _judge(self, observation: Observation) -> Severity | None:
+        self.absorb(observation)
         if len(self._maxima) < AT_LEAST:
             return None
         values = list(self._maxima)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kl_guard.config import GuardConfig
@@ -16,7 +17,8 @@ from kl_guard.observation import Observation
 from kl_guard.stats import HorizonWindow, RunningRecord, Series, SlidingMannKendall, fit_hinge, trailing_horizons
 from kl_guard.stats.horizon import FEWEST
 
-RECORD_FACTOR = 2.0
+RECORD_FACTOR = 4.0  # of KL_BLOWUP: noise that lasts doubles a record now and then
+GROWTH_RECORD_FACTOR = 2.0  # KL_GROWTH halts nothing, and shall come first
 GROWTH_SHARE = 0.2  # KL_GROWTH: share of abs_floor
 LOOK_BACK = 48  # observations before the onset in which the departure is looked for, at least
 CALMER = 0.25  # share of the slope after the knee that the slope before it may have
@@ -40,12 +42,13 @@ class Rise(NamedTuple):
 
 
 class Level:
-    """One level of the rule over the shared windows: its floor, and how many numbers at the start it leaves out."""
+    """One level of the rule over the shared windows: its floor, its factor on the record, and what it leaves out."""
 
-    __slots__ = ("floor", "last_above", "record", "run", "skip")
+    __slots__ = ("floor", "last_above", "record", "record_factor", "run", "skip")
 
-    def __init__(self, series: Series, floor: float, skip: int) -> None:
+    def __init__(self, series: Series, floor: float, record_factor: float, skip: int) -> None:
         self.floor = floor
+        self.record_factor = record_factor
         self.skip = skip
         self.last_above = -1  # position of the last number above the floor: no mean is above it without one
         self.record = RunningRecord(series, skip)
@@ -64,8 +67,9 @@ class RiseMonitor:
     Over the n numbers in view of a horizon: baseline b = median of the first max(5, n // 4), threshold
     t = max(ratio * b, floor), late part = last max(5, n // 5). The rule holds when the mean and the median of the late
     part are above t and the Mann-Kendall test on the second half is rising. Horizons are the last 32, 64, 128, ...
-    observations and the whole run, and share alpha; a trailing one must also have its late median above twice the
-    highest running median of 5 from before it began. A window that reaches into the warm-up uses a higher floor.
+    observations and the whole run, and share alpha; a trailing one must also have its late median above four times the
+    highest running median of 5 from before it began (KL_GROWTH: twice). A window that reaches into the warm-up uses a
+    higher floor.
 
     `push` costs O(1). `critical` and `growth` cost O(log n) amortised for each horizon whose late mean is above the
     floor, and O(1) for the others.
@@ -82,12 +86,12 @@ class RiseMonitor:
         self._config = config
         self._warmup = config.warmup if warmup is None else warmup
         self.series = Series()
-        self.steps: list[int] = []
-        self.trimmed: list[float] = []  # KL without the largest tokens; NaN where no tokens were seen
-        self.extremes: list[float] = []  # the largest log-ratio of a token
+        self.steps = array("q")
+        self.trimmed = array("d")  # KL without the largest tokens; NaN where no tokens were seen
+        self.extremes = array("d")  # the largest log-ratio of a token
         self._trailing: list[HorizonWindow] = []
-        self._critical = Level(self.series, config.abs_floor, skip=0)
-        self._growth = Level(self.series, config.abs_floor * GROWTH_SHARE, skip=self._warmup)
+        self._critical = Level(self.series, config.abs_floor, RECORD_FACTOR, skip=0)
+        self._growth = Level(self.series, config.abs_floor * GROWTH_SHARE, GROWTH_RECORD_FACTOR, skip=self._warmup)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -179,8 +183,7 @@ class RiseMonitor:
 
     def reset(self) -> None:
         """Forget everything."""
-        for column in (self.steps, self.trimmed, self.extremes):
-            column.clear()
+        self.steps, self.trimmed, self.extremes = array("q"), array("d"), array("d")
         self.series.reset()
         self._trailing.clear()
         self._critical.reset()
@@ -240,14 +243,17 @@ class RiseMonitor:
                 return rise
         return None
 
+    def _cold(self, window: HorizonWindow, level: Level) -> bool:
+        """Whether a window reaches into the warm-up, where the baseline is the climb from 0."""
+        return self._config.robust and max(window.start, level.skip) < self._warmup
+
     def _judge(self, window: HorizonWindow, level: Level, alpha: float) -> Rise | None:
         """Apply the rule to one window, the cheapest condition first."""
         window.place()
         if level.last_above < window.late_start:
             return None
         config = self._config
-        cold = config.robust and max(window.start, level.skip) < self._warmup
-        floor = level.floor * config.cold_factor if cold else level.floor
+        floor = level.floor * config.cold_factor if self._cold(window, level) else level.floor
         late_mean = window.late_mean
         if not late_mean > floor:
             return None
@@ -259,7 +265,7 @@ class RiseMonitor:
         if config.robust:
             if not late_median > threshold:
                 return None
-            if window.horizon is not None and not late_median > RECORD_FACTOR * level.record.before(window.start):
+            if window.horizon is not None and not late_median > level.record_factor * level.record.before(window.start):
                 return None
         trend = window.trend()
         if not trend.rising(alpha):
@@ -269,7 +275,7 @@ class RiseMonitor:
         )
 
 
-def _goes_on(extremes: list[float]) -> bool:
+def _goes_on(extremes: Sequence[float]) -> bool:
     """Whether what stepped up goes on rising: its later half lies clearly above the earlier one."""
     known = [x for x in extremes if not math.isnan(x)]
     half = len(known) // 2

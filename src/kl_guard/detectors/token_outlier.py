@@ -13,6 +13,7 @@ SHARE = 0.5  # of the mass, on a thousandth of the tokens
 LEAST = 5.0  # nats: below it no token stands out, however little KL there is besides
 LOOKS = 20
 PERSISTENT = 5
+GROWN = 2.0  # times the extreme log-ratio of the first of the steps looked at
 
 
 class TokenOutlier(Detector):
@@ -32,9 +33,12 @@ class TokenOutlier(Detector):
     def __init__(self) -> None:
         super().__init__()
         self._steps = Recent(LOOKS)
+        self._extremes = Recent(LOOKS)
 
     def _judge(self, observation: Observation) -> Severity | None:
         share, largest = observation.top_share, observation.kl_max
+        if observation.log_ratio_extreme is not None:
+            self._extremes.update(observation.step, observation.log_ratio_extreme)
         if share is None or largest is None:
             return None
         outlying = share >= SHARE and largest >= LEAST
@@ -52,7 +56,7 @@ class TokenOutlier(Detector):
             severity,
             observation.step,
             f"a thousandth of the tokens carries {observation.top_share:.0%} of {mean}{trimmed}; the largest has "
-            f"{observation.kl_max:.4g} nats{often if severity is Severity.WARN else ''}",
+            f"{observation.kl_max:.4g} nats{often if severity is Severity.WARN else ''}{self._growth()}",
             onset_step=observation.step,
             evidence={
                 "kl_mean": observation.kl_mean,
@@ -63,11 +67,22 @@ class TokenOutlier(Detector):
             },
         )
 
+    def _growth(self) -> str:
+        """Say how the extreme log-ratio has grown, where it has: then the spike was coming."""
+        known = list(self._extremes)
+        largest = max(known, default=0.0)
+        if not known or not largest > GROWN * known[0] > 0:
+            return ""
+        span = known.index(largest) + 1
+        return f"; the extreme log-ratio has grown from {known[0]:.3g} to {largest:.3g} in {span} observations"
+
     def _forget(self) -> None:
         self._steps.reset()
+        self._extremes.reset()
 
     def _memory(self) -> dict[str, Any]:
-        return {"steps": self._steps.state_dict()}
+        return {"steps": self._steps.state_dict(), "extremes": self._extremes.state_dict()}
 
     def _recall(self, memory: dict[str, Any]) -> None:
         self._steps.load_state_dict(memory["steps"])
+        self._extremes.load_state_dict(memory["extremes"])

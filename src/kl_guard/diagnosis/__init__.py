@@ -1,7 +1,8 @@
 """Causes of a finding, in order of likelihood, from what the run has logged and what is known of its set-up.
 
 Facts that rules understand, by name (text unless said otherwise): `dropout` (which modules drop out while the policy is
-scored), `reference_differs` (how the reference's parameters differ from the policy's at the start), `adapter` (why the
+scored), `training_dropout` (which are in training mode, where it is not known when the policy is scored),
+`reference_differs` (how the reference's parameters differ from the policy's at the start), `adapter` (why the
 reference is not the model that the adapter's policy started from), `reference_trainable`, `unlike` (dtype or device of
 policy and reference), `sampler_gap` (mean difference of log-probs between trainer and sampler, in nats).
 """
@@ -70,6 +71,7 @@ def explain(
 _SETTINGS: tuple[Rule, ...] = (settings.beta, settings.learning_rate, settings.reward)
 _REFERENCE: tuple[Rule, ...] = (
     measurement.dropout,
+    measurement.maybe_dropout,
     measurement.other_reference,
     measurement.adapter,
     measurement.changing_reference,
@@ -82,6 +84,8 @@ _TOKENS: tuple[Rule, ...] = (
     measurement.narrow_place,
     measurement.estimator,
     measurement.few_tokens,
+    measurement.few_completions,
+    measurement.unsampled,
     measurement.sampler,
 )
 _FAR_FROM_REFERENCE = (*_SETTINGS, *_REFERENCE, *_TOKENS)
@@ -90,6 +94,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "KL_GROWTH": _FAR_FROM_REFERENCE,
     "KL_PLATEAU": _FAR_FROM_REFERENCE,
     "KL_NONFINITE": (
+        settings.runaway_beta,
         numbers.overflow,
         settings.learning_rate,
         settings.beta,
@@ -106,6 +111,8 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "PADDING_IN_MASK": (measurement.padding,),
     "KL_NEGATIVE": (measurement.other_samples, measurement.sampler, measurement.padding),
     "KL_SATURATED": (measurement.clamped,),
+    "KL_SPIKES": (*_TOKENS, numbers.overflow),
+    "BETA_RUNAWAY": (settings.runaway_beta,),
     "KL_FROZEN": (measurement.nothing_moves,),
     "ENTROPY_COLLAPSE": (settings.exploration, settings.learning_rate, settings.reward),
     "RESTORED_KL_HIGH": (numbers.not_restored, measurement.sampler),

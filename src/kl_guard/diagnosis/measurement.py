@@ -13,6 +13,7 @@ MOST = 0.5  # share of the mass at one kind of place
 SHARP = 0.8  # share that leaves no doubt, also where completions are short
 OFTEN = 3  # observations of which most must say so
 FAR = 10.0  # how many times k3 is above k1 and k2 where the estimator is what blows up
+UNLIKELY = -15.0  # log-prob of a token that is hardly ever sampled
 GAP = 0.05  # nats per token between trainer and sampler; engine noise is .01 to .05
 
 
@@ -27,6 +28,18 @@ def dropout(case: Case) -> Scored | None:
         f"{where}{_first_kl(case)}",
         "set every dropout of the model's configuration to 0 (in TRL: disable_dropout=True)",
         {"disable_dropout": True},
+    )
+
+
+def maybe_dropout(case: Case) -> Scored | None:
+    """Modules that drop out are in training mode; whether they were while log-probs were computed is not known."""
+    where = case.facts.get("training_dropout")
+    if not where or not (case.began_unequal or case.finding.signature == "REFERENCE_MISMATCH"):
+        return None
+    return 0.9, Cause(
+        "dropout may be on while log-probs are computed",
+        f"in training mode: {where}{_first_kl(case)}",
+        "compute the policy's log-probs in evaluation mode, or set every dropout of the model to 0",
     )
 
 
@@ -113,6 +126,7 @@ def end_of_sequence(case: Case) -> Scored | None:
         return None
     worst = next((o for o in _recent(case) if o.token_id is not None), None)
     token = f"; the largest is {_named(worst)}" if worst is not None else ""
+    token += _without_special(case)
     # Where nearly all of it sits there at first, other faults of the set-up do not explain it; where half of it does,
     # they may.
     return 0.98 if wrong and early >= SHARP else 0.9 if wrong or special else 0.5, Cause(
@@ -139,7 +153,7 @@ def particular_token(case: Case) -> Scored | None:
         )
     return 0.85 if special else 0.45, Cause(
         "one token is scored differently by policy and reference",
-        f"{share:.0%} of the KL sits on {token}",
+        f"{share:.0%} of the KL sits on {token}{_without_special(case)}",
         "compare tokenizers and chat templates: a formatting token may be new to the reference",
     )
 
@@ -210,6 +224,35 @@ def few_tokens(case: Case) -> Scored | None:
         "a few tokens carry the KL, not the policy at large",
         f"{worst}{again}",
         "look at these tokens in their completions; clip the log-ratio before exp, and mask what was not sampled",
+    )
+
+
+def unsampled(case: Case) -> Scored | None:
+    """A token counts that the policy can hardly have sampled."""
+    worst = next((o for o in _recent(case) if not math.isnan(o.kl)), None)
+    if worst is None or not worst.policy_logprob < UNLIKELY:
+        return None
+    return 0.6 if case.finding.signature == "TOKEN_OUTLIER" else 0.3, Cause(
+        "the mask may let tokens through that the policy did not sample",
+        f"by the policy, {_name(worst)} at position {worst.position} has a log-prob of {worst.policy_logprob:.4g}, a "
+        f"chance of {math.exp(worst.policy_logprob):.1g}",
+        "see that the mask leaves out the prompt, tool responses and padding, and that completions are scored with the "
+        "weights and the temperature they were sampled with",
+    )
+
+
+def few_completions(case: Case) -> Scored | None:
+    """A few completions carry the KL, all of their tokens."""
+    few = case.outliers.few_completions()
+    if few is None:
+        return None
+    latest = case.outliers.latest
+    rest = f"; nine tokens of ten have less than {latest.quantiles[0.9]:.3g} nats" if latest is not None else ""
+    return 0.97 if case.finding.signature == "REFERENCE_MISMATCH" else 0.85, Cause(
+        "a few completions are scored wrongly, the others are not",
+        f"{few} carry the KL{rest}",
+        "compare token ids, log-probs and mask of such a completion: they may be shifted by one, or tokenized twice. "
+        "Going back cannot help",
     )
 
 
@@ -290,6 +333,13 @@ def _sharp_at_first(case: Case) -> float | None:
 def _recent(case: Case) -> tuple[Outlier, ...]:
     """Return the outliers of the finding's step, or of the last one that has any."""
     return case.outliers.at(case.finding.step) or (case.outliers.latest.outliers if case.outliers.latest else ())
+
+
+def _without_special(case: Case) -> str:
+    """Say what KL is without special tokens, where that is known."""
+    latest = case.outliers.latest
+    known = None if latest is None else latest.kl_without_special
+    return "" if known is None else f"; without special tokens KL is {known:.3g}"
 
 
 def _name(outlier: Outlier) -> str:

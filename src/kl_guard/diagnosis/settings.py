@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from kl_guard.diagnosis.case import FEW, JUMP, NEAR, TINY_BETA, Case, Scored, distance, finite, times
@@ -28,6 +29,21 @@ def beta(case: Case) -> Scored | None:
     weak = "is 0: nothing holds the policy near the reference" if now == 0 else f"is only {now:g}"
     evidence = f"beta {weak}{_share(case, now)}"
     return 0.8, Cause("there is hardly any KL penalty", evidence, "set beta to 0.02 to 0.1", {"beta": 0.04})
+
+
+def runaway_beta(case: Case) -> Scored | None:
+    """Something that adapts beta has lost hold of it."""
+    now = case.history[-1].beta
+    if now is None or (math.isfinite(now) and case.finding.signature != "BETA_RUNAWAY"):
+        return None
+    first = next((beta for _, beta in case.known("beta")), None)
+    start = f", and was {first:g} at first" if first is not None else ""
+    return 0.9, Cause(
+        "what adapts beta has lost hold of it",
+        f"beta is {now:g}{start}",
+        "bound the coefficient and how much it changes in a step, measure the KL that it follows as its target is "
+        "meant (per token or per sequence), or keep beta fixed",
+    )
 
 
 def _share(case: Case, weight: float) -> str:

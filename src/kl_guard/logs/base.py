@@ -9,6 +9,7 @@ from typing import Any
 
 from kl_guard.config import KLKind
 from kl_guard.logs.text import Lines, Notes
+from kl_guard.progress import Told
 
 Row = dict[str, Any]
 
@@ -17,17 +18,20 @@ class Log(ABC):
     """A recorded run: rows of metrics by the names that the trainer gave them.
 
     `notes` collect what was peculiar. `none_is_nan` says that None stands for a mean of nothing but NaN, `may_round`
-    that values were printed for people, `kind` which KL it is where the log itself says so.
+    that values were printed for people, `kind` which KL it is where the log itself says so, `seconds` how long the run
+    took where no row that is given says so. While rows are read, `on_share` is now and then told the share that was.
     """
 
     none_is_nan = False
     may_round = False
     kind: KLKind | None = None
     rounded = False
+    seconds = 0.0
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes = Notes()
+        self.on_share: Told | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
@@ -95,6 +99,7 @@ class LineLog(Log):
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
         form, any_rows = self._make_format(), False
+        self._lines.on_share = self.on_share
         for line in self._lines:
             try:
                 found = form.parse(line)

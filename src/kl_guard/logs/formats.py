@@ -33,6 +33,8 @@ def open_log(path: str | os.PathLike[str]) -> Log:
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
+    if path.is_fifo():
+        raise ValueError(f"{path}: a pipe, of which the beginning cannot be read twice; write it to a file first")
     head = head_of(path)
     if is_events(head):
         return EventLog(path)
@@ -89,11 +91,11 @@ def _open_folder(folder: Path) -> Log:
     unreadable = ""
     for state in states:
         try:
-            trainer_state.read_history(state)
+            history = trainer_state.read_history(state)
         except ValueError as error:
             unreadable = unreadable or str(error)
             continue
-        log: Log = trainer_state.TrainerState(state)
+        log: Log = trainer_state.TrainerState(state, history)
         if unreadable:
             log.notes.add("state", f"{unreadable}; {state} is read instead")
         return log

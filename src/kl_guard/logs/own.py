@@ -12,7 +12,9 @@ from kl_guard.logs.base import Log, Row
 from kl_guard.logs.text import Lines
 from kl_guard.memory import recall
 
-_TYPES = frozenset({"run", "observation", "facts", "finding", "checkpoint", "resume", "rollback", "decision", "change"})
+_TYPES = frozenset(
+    {"run", "observation", "facts", "finding", "checkpoint", "resume", "rollback", "decision", "change", "alert"}
+)
 
 
 def is_record(row: Any) -> bool:
@@ -29,6 +31,7 @@ class JournalLog(Log):
 
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
+        self._lines.on_share = self.on_share
         for observation in recall(self._records()).history:
             yield observation.known()
 

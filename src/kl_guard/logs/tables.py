@@ -19,7 +19,8 @@ class CsvFormat(LineFormat):
     def __init__(self) -> None:
         self._header: list[str] | None = None
         self._delimiter = ","
-        self._open = ""  # a row whose quoted cell goes on in the next line
+        self._open: list[str] = []  # lines of a row whose quoted cell goes on in the next one
+        self._length = 0
 
     def without_kl(self, names: list[str]) -> str:  # noqa: D102
         return (
@@ -27,13 +28,17 @@ class CsvFormat(LineFormat):
         )
 
     def parse(self, line: str) -> list[Row]:  # noqa: D102
-        text = f"{self._open}\n{line}" if self._open else line
-        if '"' in text and text.count('"') % 2:
-            if len(text) > 2**20:
-                raise ValueError("belongs to a quoted cell without end")
-            self._open = text
-            return []
-        self._open = ""
+        closes = line.count('"') % 2 == 1
+        if self._open or closes:
+            self._open.append(line)
+            self._length += len(line) + 1
+            if closes == (len(self._open) == 1):  # it opens a cell, or leaves it open
+                if self._length > 2**20:
+                    self._open, self._length = [], 0
+                    raise ValueError("belongs to a quoted cell without end")
+                return []
+        text = "\n".join(self._open) if self._open else line
+        self._open, self._length = [], 0
         if self._header is None:
             self._delimiter = delimiter_of(text)
             self._header = [name.strip() for name in self._cells(text)]
@@ -89,6 +94,7 @@ class LongTable(Log):
 
     def rows(self) -> Iterator[Row]:  # noqa: D102
         runs: dict[str, dict[int, Row]] = {}
+        self._table.on_share = self.on_share
         for row in self._table.rows():
             run = str(row.get("run_id") or row.get("run_uuid") or row.get("run_name") or "")
             key = row.get("key")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
+from kl_guard.progress import Told
+
 LONGEST = 2**22  # bytes of one line
 HEAD = 2**16  # bytes that a file's kind is told by
+EVERY = 256  # lines from one word on how much was read to the next
 _GZIP = b"\x1f\x8b"
 
 
@@ -18,6 +22,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._notes: dict[str, list[str | int]] = {}
+        self._given: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.texts})"
@@ -26,6 +31,12 @@ class Notes:
         """Take note; of one kind the first text is kept and the others are counted."""
         self._notes.setdefault(kind, [text, 0])
         self._notes[kind][1] = int(self._notes[kind][1]) + 1
+
+    def news(self) -> list[str]:
+        """Return the texts that this has not returned yet, the first of each kind."""
+        new = [str(text) for kind, (text, _) in self._notes.items() if kind not in self._given]
+        self._given.update(self._notes)
+        return new
 
     def clear(self) -> None:
         """Forget all."""
@@ -71,6 +82,13 @@ def head_of(path: Path) -> bytes:
     return head
 
 
+def _share(file: IO[bytes]) -> float:
+    """Return which share of a file was read, of its bytes on the disk where it is packed."""
+    on_disk = file.fileobj if isinstance(file, gzip.GzipFile) else file
+    size = os.fstat(file.fileno()).st_size
+    return min(1.0, on_disk.tell() / size) if size else 1.0
+
+
 class Lines:
     """The lines of a file, without their ends.
 
@@ -82,6 +100,7 @@ class Lines:
         self.path = path
         self.number = 0
         self.torn = False
+        self.on_share: Told | None = None
         self._notes = notes
 
     def __iter__(self) -> Iterator[str]:
@@ -89,6 +108,8 @@ class Lines:
         with open_binary(self.path) as file:
             for line in self._lines(file):
                 self.number += 1
+                if self.on_share is not None and not self.number % EVERY:
+                    self.on_share(_share(file))
                 if len(line) > LONGEST:
                     self._notes.add("long", f"{self.path}: line {self.number} is longer than 4 MB; it is left out")
                     continue

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kl_guard.logs.base import Log, Row
-from kl_guard.logs.text import open_binary
+from kl_guard.logs.text import EVERY, open_binary
 from kl_guard.names import is_known
+from kl_guard.reading import seconds_in
 
 STATE = "trainer_state.json"
+LARGEST = 2**28  # bytes, unpacked, which is some million logs: a small archive could fill the memory
 
 
 class TrainerState(Log):
@@ -23,10 +25,20 @@ class TrainerState(Log):
 
     none_is_nan = True  # TRL leaves NaN out before it averages: None is a window of nothing but NaN
 
+    def __init__(self, path: Path, history: list[Row] | None = None) -> None:
+        super().__init__(path)
+        self._history = history  # where it was read already, for the first call of `rows`
+
     def rows(self) -> Iterator[Row]:  # noqa: D102
         last = 0
-        for row in read_history(self.path):
-            if "train_runtime" in row or not any(map(is_known, row)):
+        history, self._history = self._history or read_history(self.path), None
+        for number, row in enumerate(history):
+            if self.on_share is not None and not number % EVERY:
+                self.on_share(number / len(history))
+            if "train_runtime" in row:
+                self.seconds = max(self.seconds, seconds_in(row, "train_runtime"))
+                continue
+            if not any(map(is_known, row)):
                 continue
             step = row.get("step")
             if isinstance(step, int) and not isinstance(step, bool):
@@ -45,7 +57,10 @@ def read_history(path: Path) -> list[Row]:
     """
     try:
         with open_binary(path) as file:
-            whole: Any = json.loads(file.read().decode("utf-8-sig", "replace"))
+            data = file.read(LARGEST + 1)
+            if len(data) > LARGEST:
+                raise ValueError(f"it is larger than {LARGEST >> 20} MB")
+            whole: Any = json.loads(data.decode("utf-8-sig", "replace"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
     except (ValueError, RecursionError, EOFError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kl_guard.history import History
 from kl_guard.incidents import Tokens
-from kl_guard.messages import headline
+from kl_guard.messages import headline, what_happened, what_was_done
 from kl_guard.report.chart import Chart, Line, Mark, Scale, Steps, number, path
 from kl_guard.report.story import Story
 from kl_guard.report.thinning import thinned
@@ -125,18 +125,8 @@ def _sentences(story: Story) -> list[str]:
         count = len(story.history)
         said = "Nothing acted on the run" if not story.findings else f"{len(story.findings)} findings, none acted on"
         return [f"{count} observations up to step {story.history.steps[-1]}.", f"{said}."]
-    reason = story.reason
-    what = reason.message.replace("kl_mean", "KL mean", 1)
-    what = what[:1].upper() + what[1:]
-    if reason.departure_step is not None:
-        what += f"; the curve had left its own regime at about step {reason.departure_step}"
-    if story.action == "rollback" and story.target is not None:
-        done = f"The run went back to the checkpoint of step {story.target}"
-    elif story.action == "halt":
-        done = "The run was halted" + (f": {story.note}" if story.note else "")
-    else:
-        done = "Nothing was done about it"
-    return [f"{what}.", f"{done}."]
+    done = what_was_done(story.action, story.target, story.note)
+    return [f"{what_happened(story.reason)}.", f"{done}."]
 
 
 def _steps(story: Story) -> Steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def story_of(folder: Path) -> Story:
     return Story(
         title=str(folder.parent),
         history=memory.history,
-        findings=[Finding.from_dict(r["finding"]) for r in records if r["type"] == "finding"],
+        findings=list(_findings(records)),
         reason=reason,
         action=str(last.get("action", "continue")),
         note=str(last.get("note") or ""),
@@ -91,12 +91,22 @@ def story_of(folder: Path) -> Story:
 def _reason(records: Iterable[Mapping[str, Any]], decision: Mapping[str, Any]) -> Finding | None:
     """Return the finding that a decision rests on."""
     reason = None
+    for finding in _findings(records):
+        if (finding.signature, finding.step) == (decision.get("signature"), decision.get("step")):
+            reason = finding
+    return reason
+
+
+def _findings(records: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield the findings in a journal; those that make no sense are left out, as in `recall`."""
     for record in records:
         if record["type"] == "finding":
-            finding = record["finding"]
-            if (finding["signature"], finding["step"]) == (decision.get("signature"), decision.get("step")):
-                reason = Finding.from_dict(finding)
-    return reason
+            try:
+                finding = Finding.from_dict(record["finding"])
+                int(finding.step), int(finding.attempt)
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+                continue
+            yield finding
 
 
 def _attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
@@ -104,14 +114,18 @@ def _attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     attempts: list[Attempt] = []
     for index, record in enumerate(records):
         if record["type"] == "rollback":
+            try:
+                to_step = int(record["to_step"])
+            except (KeyError, OverflowError, TypeError, ValueError):
+                continue
             before = recall(records[:index])
-            attempts.append(Attempt(before.attempt, before.history, int(record["to_step"])))
+            attempts.append(Attempt(before.attempt, before.history, to_step))
     return attempts
 
 
 def _pins(folder: Path) -> Iterable[int]:
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*")) if folder.is_dir() else ()
-    return [int(name) for name in names if name.isdigit()]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _tokens(folder: Path, ledger: OutlierLedger, reason: Finding | None) -> Tokens | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -100,6 +101,7 @@ def summarize_tokens(
     *,
     pad_token_id: int | None = None,
     eos_token_ids: Iterable[int] = (),
+    special_ids: Iterable[int] = (),
     sample_ids: Sequence[str | int] | None = None,
     prompts: Sequence[str] | None = None,
 ) -> TokenSummary:
@@ -118,6 +120,9 @@ def summarize_tokens(
     pad_token_id, eos_token_ids:
         With them, tokens of padding that the mask lets through are counted: those behind an end of sequence. Needs
         `token_ids`.
+    special_ids:
+        Tokens that are no content, such as those of the chat template: they reach 10 to 100 times the KL of the others
+        while all is well, so that KL without them is told as well. Needs `token_ids`.
     sample_ids, prompts:
         A name and the prompt for each row, on the CPU; outlier tokens carry them (of a prompt its first 80 characters).
 
@@ -150,8 +155,11 @@ def summarize_tokens(
     row = torch.zeros(layout.row_length(top_k), dtype=batch.real, device=policy_logprobs.device)
     row[layout.EXCERPT :] = -1.0
     row[layout.WIDTH] = width
-    row[layout.PADDING] = math.nan
+    row[layout.PADDING] = row[layout.PLAIN_TOKENS] = math.nan
     if batch.size:
+        special = tuple(sorted(set(special_ids)))
+        if token_ids is not None and special:
+            batch.special = _is_one_of(token_ids.reshape(-1), special)
         _fill(row, batch, top_k)
         if token_ids is not None and pad_token_id is not None:
             row[layout.PADDING] = _padding(token_ids, mask, pad_token_id, tuple(eos_token_ids))
@@ -171,6 +179,7 @@ class _Batch:
     def __init__(self, policy: Tensor, reference: Tensor, mask: Tensor, ids: Tensor | None, width: int) -> None:
         self.policy, self.reference = policy.detach().reshape(-1), reference.detach().reshape(-1)
         self.ids, self.mask = None if ids is None else ids.reshape(-1), mask.reshape(-1)
+        self.special: Tensor | None = None
         self.width, self.size = width, policy.numel()
         self.real = torch.float32 if policy.device.type == "mps" else torch.float64
         dtype = torch.promote_types(torch.promote_types(policy.dtype, reference.dtype), torch.float32)
@@ -205,6 +214,9 @@ def _fill(row: Tensor, batch: _Batch, top_k: int) -> None:
     end_mass = kl.gather(1, batch.last.unsqueeze(1)).sum()
     row[layout.K1_SUM : layout.K3_REST + 1] = torch.stack([x.sum(), torch.dot(x, x), end_mass, line.sum()])
     row[layout.TOKENS] = tokens = batch.at_position.sum()
+    if batch.special is not None:
+        row[layout.PLAIN_TOKENS] = (~batch.special & batch.mask.to(torch.bool)).sum()
+        row[layout.PLAIN_MASS] = kl.reshape(-1).masked_fill(batch.special, 0.0).sum()
     histogram = row[layout.HISTOGRAM : layout.EXCERPT]
     _count(line, histogram)
     histogram[0] += tokens - x.numel()  # what the mask and the padding put there
@@ -247,7 +259,9 @@ def _list_top(row: Tensor, batch: _Batch, top_k: int) -> Tensor:
         top[:, 2] = batch.ids[inside]
         _put_around(row, batch, batch.ids, inside[: layout.EXCERPTS])
     top[:, 3] = torch.where(kl == 0, -1, index)  # masked, padded, or without KL
-    top[:, 4] = batch.last[inside // batch.width] == inside % batch.width
+    top[:, 4] = layout.ENDS * (batch.last[inside // batch.width] == inside % batch.width)
+    if batch.special is not None:
+        top[:, 4] += layout.SPECIAL * batch.special[inside]
     return index
 
 
@@ -264,6 +278,20 @@ def _put_around(row: Tensor, batch: _Batch, ids: Tensor, centres: Tensor) -> Non
         there, torch.where(batch.mask[index].to(torch.bool), tokens, -2 - tokens.clamp(min=0)), -1
     )
     around[..., 1] = batch.x[index]
+
+
+def _is_one_of(ids: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """Return where `ids` are among others, which are sorted."""
+    others = _on_device(wanted, ids.device)
+    ids = ids.to(others.dtype).contiguous()
+    found = torch.searchsorted(others, ids).clamp_(max=len(wanted) - 1)
+    return others[found] == ids
+
+
+@lru_cache(maxsize=16)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers as a tensor; kept, since copying them to a device waits for it."""
+    return torch.tensor(values, device=device)
 
 
 def _padding(ids: Tensor, mask: Tensor, pad: int, ends: Iterable[int]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from kl_guard.config import GuardConfig
 from kl_guard.findings import Decision, Finding
 from kl_guard.guard import KLGuard
+from kl_guard.history import History
 from kl_guard.logs import open_log
 from kl_guard.reading import KLSource
 from kl_guard.series import Series, from_log, from_rows
@@ -90,11 +91,21 @@ def replay(
     """
     built = GuardConfig.build(config, **overrides)
     series = _series(source, key)
-    told = _told(series, built, overrides)
-    built = GuardConfig.build(built, **told)
+    result, _ = judged(series, built, overrides)
+    for note in series.notes:
+        logger.warning("kl-guard: %s", note)
+    return result
+
+
+def judged(series: Series, config: GuardConfig, overrides: Mapping[str, Any]) -> tuple[ReplayResult, History]:
+    """Return what the guard says of a series, and the observations that it has judged.
+
+    `overrides` are the knobs of the config that were given by name: what the log says does not replace them.
+    """
+    built = GuardConfig.build(config, **_told(series, config, overrides))
     steps = iter(series)
     first = list(islice(steps, 4 * built.warmup + 1))  # as many as it takes to see whether the run is short
-    guard = KLGuard(built, rank=0, expected_observations=len(first), announce=False)
+    guard = KLGuard(built, rank=0, expected_observations=len(first), announce=False, alerts=())
     findings: list[Finding] = []
     decision = Decision()
     notes: list[str] = []
@@ -106,11 +117,9 @@ def replay(
         answer = guard.take(observation)
         findings += answer.findings
         decision = answer if answer and not decision else decision
-    for note in series.notes:
-        logger.warning("kl-guard: %s", note)
-    return ReplayResult(
-        tuple(findings), decision, len(guard.history), (*series.notes, *notes), _as_read(series.source, built)
-    )
+    notes = [*series.notes, *notes]
+    source = _as_read(series.source, built)
+    return ReplayResult(tuple(findings), decision, len(guard.history), tuple(notes), source), guard.history
 
 
 def _series(source: Source, key: str | None) -> Series:
