@@ -55,14 +55,8 @@ test: $(READY) $(FLOOR_READY) $(ZERO_READY) $(AXE_READY) ## Run all tests; those
 soak: $(READY) ## Run the long repeats as well.
 	$(BIN)/python -m pytest -m soak
 
-bench: $(READY) ## Print what the guard costs, and with SERIES=folder of labelled series how well it detects.
-	$(BIN)/python benchmarks/cost.py
-	$(BIN)/python benchmarks/pins.py
-	$(BIN)/python benchmarks/tokens.py
-	$(BIN)/python benchmarks/replay.py
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/false_alarms.py
-	$(if $(SERIES),$(BIN)/python benchmarks/detection.py $(SERIES))
+bench: $(READY) ## Run all benchmarks and write benchmarks/RESULTS.md; SERIES=folder of labelled series, ONLY="cost pins".
+	$(BIN)/python benchmarks/results.py $(if $(SERIES),--series $(SERIES)) $(if $(ONLY),--only $(ONLY))
 
 docs: $(READY) ## Build the documentation into site/; a broken link is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
