@@ -165,7 +165,7 @@ class MetricReader:
                 self._finite[key], self._lowest[key] = 0, math.inf
             if _step_name(str(key)) in STEPS:
                 self._steps[key] = 0
-            if key in CLOCKS:
+            if key in CLOCKS and key not in self.clocks:
                 self.clocks.append(key)
         self._unbound += new
 

@@ -29,7 +29,8 @@ def here(tmp_path, monkeypatch):
 def shell(command):
     """Run the command line with `kl-guard` in a shell."""
     text = command.replace("kl-guard", f"{sys.executable} -m kl_guard")
-    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def bytes_read():
 def test_a_log_is_read_once(here, kind, settings):
     """For verdict, curve and running time together, however many settings are tried."""
     rows = [
-        {"step": step, "kl": kl, "_runtime": 60.0 * step, "note": "x" * 20_000} for step, kl in enumerate(VALUES, 1)
+        {"step": step, "kl": kl, "_runtime": 60.0 * step, "note": "x" * 60_000} for step, kl in enumerate(VALUES, 1)
     ]
     path = here / {"trainer_state": "trainer_state.json", "folder": "trainer_state.json"}.get(kind, f"big.{kind}")
     if kind == "csv":
