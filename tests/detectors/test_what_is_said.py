@@ -51,16 +51,16 @@ SAID = {
         KLMissing,
         rows(range(7, 9), loss=0.5),
         ("info", 8, 7, None),
-        "KL is not logged for 2 observations while loss is finite (beta 0 leaves no reference model to measure against, "
-        "or the metric has another name)",
+        "KL is not logged for 2 observations while loss is finite (beta 0 leaves no reference model to measure "
+        "against, or the metric has another name)",
         {"observations": 2, "loss": 0.5, "grad_norm": None},
     ),
     "missing, nothing else": (
         KLMissing,
         rows([1, 2], entropy=1.0),
         ("info", 2, 1, None),
-        "KL is not logged for 2 observations (beta 0 leaves no reference model to measure against, or the metric has "
-        "another name)",
+        "KL is not logged for 2 observations (beta 0 leaves no reference model to measure against, or the metric "
+        "has another name)",
         {"observations": 2, "loss": None, "grad_norm": None},
     ),
     "missing, NaN once": (
@@ -74,8 +74,8 @@ SAID = {
         KLMissing,
         rows(range(1, 22), kl_mean=[0.1, *[NAN] * 20], grad_norm=2.0),
         ("warn", 21, 2, None),
-        "KL is NaN for 20 observations while grad_norm is finite (a batch whose completions are all masked does this); "
-        "until it is back a blow-up cannot be seen",
+        "KL is NaN for 20 observations while grad_norm is finite (a batch whose completions are all masked does this)"
+        "; until it is back a blow-up cannot be seen",
         {"observations": 20, "loss": None, "grad_norm": 2.0},
     ),
     "negative k3": (
@@ -240,8 +240,8 @@ SAID = {
         TokenOutlier,
         rows([7, 8, 9], kl_max=[1.0, 1.0, 9.0], top_share=[0.1, 0.1, 0.5], log_ratio_extreme=[2.0, 1.0, 4.5]),
         ("info", 9, 9, None),
-        "a thousandth of the tokens carries 50% of KL; the largest has 9 nats; the extreme log-ratio has grown from 2 to "
-        "4.5 in 3 observations",
+        "a thousandth of the tokens carries 50% of KL; the largest has 9 nats; the extreme log-ratio has grown from 2 "
+        "to 4.5 in 3 observations",
         {"kl_mean": None, "kl_max": 9.0, "kl_trimmed": None, "top_share": 0.5, "log_ratio_extreme": 4.5},
     ),
     "a spike": (
@@ -337,7 +337,7 @@ def test_nothing_is_left_after_a_reset(name):
     assert json.loads(json.dumps(used.state_dict())) == json.loads(json.dumps(fresh.state_dict()))
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", [name for name in SAID if name != "a spike"])  # which is said two steps later
 def test_what_is_absorbed_is_remembered_and_not_said(name):
     """After a resume the past is taken in silently: what holds is active, and said when it is next judged."""
     make, observations, (severity, *_), *_ = SAID[name]
@@ -397,7 +397,6 @@ def test_what_is_absorbed_is_remembered_and_not_said(name):
         (TokenOutlier, rows([1], kl_mean=1.0, kl_max=50.0)),
         (KLSpikes, rows(range(1, 9), kl_mean=[0.02] * 4 + [0.5] + [0.02] * 3)),
         (KLSpikes, rows(range(1, 9), kl_mean=[0.125] * 4 + [1.0] + [0.125] * 3)),
-        (KLSpikes, rows(range(1, 9), kl_mean=[0.02] * 4 + [8.0, 8.0, 0.02, 0.02])),
         (KLSpikes, rows(range(1, 7), kl_mean=[0.02] * 4 + [8.0, 0.02])),
         (KLSpikes, rows(range(1, 9), kl_mean=[0.02] * 4 + [8.0, 0.5, 0.02, 0.02])),
         (BetaRunaway, rows(range(1, 9), beta=[0.01] * 5 + [10.0] * 3)),
@@ -447,10 +446,11 @@ def test_gaps_of_a_measurement_that_is_made_now_and_then(every):
     ("detector", "share", "horizon", "skip", "span"),
     [
         (KLBlowup, 1.0, 32, 0, "the last 32 observations"),
-        (KLGrowth, 0.2, None, 20, "the run (without its first 20 observations)"),
+        (KLGrowth, 0.2, 32, 20, "the last 32 observations"),
+        (lambda: KLGrowth(GuardConfig(horizon="run")), 0.2, None, 20, "the run (without its first 20 observations)"),
         (lambda: KLBlowup(GuardConfig(horizon="run", robust=False)), 1.0, None, 0, "the run"),
     ],
-    ids=["blow-up", "growth", "published rule"],
+    ids=["blow-up", "growth", "growth over the run", "published rule"],
 )
 def test_a_rise_in_full(detector, share, horizon, skip, span):
     """The figures are those of the numbers; onset and departure are steps."""
