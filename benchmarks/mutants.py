@@ -1,8 +1,8 @@
 """Do the tests notice when the code changes? mutmut changes stats, detectors and checkpoints in small ways.
 
 Each package is copied to a folder of its own, with its tests; mutmut changes one thing at a time in its functions and
-runs the tests that reach it. A mutant is killed when a test fails, or when it never ends; the survivors are printed with
-what was changed. mutmut leaves alone what is outside of functions (constants) and functions with decorators other than
+runs the tests that reach it. A mutant is killed when a test fails, or when it never ends; survivors are printed with what
+was changed. mutmut leaves alone what is outside of functions (constants) and functions with decorators other than
 staticmethod and classmethod (properties).
 
     python benchmarks/mutants.py stats            # one package, all mutants
