@@ -51,9 +51,11 @@ def _dict_rows(text: str) -> list[Row]:
             value = _value(shown)
             if value is not None or shown == "None":
                 row[name] = value
+        if not row:
+            continue
         before = text[max(0, match.start() - _NEAR) : match.start()]
         step = _STEP_BEFORE.findall(before)
-        if row and step and not row.keys() & set(STEPS):
+        if step and not row.keys() & set(STEPS):
             row["step"] = int(step[-1])
         rows.append(row)
     return rows
