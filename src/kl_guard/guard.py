@@ -359,7 +359,7 @@ class KLGuard:
         what led to it still holds after `grace` observations, it is said again. In a new process the guard rebuilds its
         memory from the journal, or from `history` (rows with `step` and metrics, such as the trainer's log history)
         where there is no journal. `present` are checkpoints of this run in its folder, by step: the guard may not have
-        been told of the last one before a kill.
+        been told of the last one before a kill. The one of `step` is pinned where it is not.
         """
         try:
             step = as_step(step)
@@ -367,6 +367,7 @@ class KLGuard:
             unknown = [path for saved_at, path in sorted((present or {}).items(), reverse=True) if saved_at > step]
             self._take_over(step, aside=unknown)
             self._write("resume", {"step": step, "time": time.time()}, sync=True)
+            self._keep_resumed(step, (present or {}).get(step))
         except ValueError as error:
             self._warn_once("resumed", f"the resume is not taken in: {error}")
         except Exception:
@@ -832,6 +833,16 @@ class KLGuard:
         self._grace_left = self.config.grace if acted or step > 0 else 0  # engines may need some steps to recover
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
+
+    def _keep_resumed(self, step: int, path: Path | None) -> None:
+        """Pin what the run has resumed from, where a kill came before its pin, or before the guard was told of it."""
+        if step == 0 or self.checkpoints.pinned(step):
+            return
+        known = self.checkpoints.get(step)
+        if known is not None:
+            self.checkpoints.pin(known)
+        elif path is not None:
+            self.checkpoint_saved(step, path)
 
     def _last_step(self) -> int:
         return self.history.steps[-1] if len(self.history) else 0

@@ -71,7 +71,7 @@ def main() -> None:
         step = back(guard, trainer)
     elif there := complete(folder):
         step = max(there)
-        guard.resumed(step)
+        guard.resumed(step, present=there)
     print("begun", flush=True)
     while step < STEPS:
         step += 1

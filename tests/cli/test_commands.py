@@ -213,12 +213,21 @@ def test_watch_of_a_run_that_was_resumed(tmp_path):
     assert "is left out" not in errors
 
 
+def interrupt_when_reading(run, path):
+    """Send what Ctrl-C does as soon as the log is open."""
+    opened = Path(f"/proc/{run.pid}/fd")
+    while run.poll() is None and not any(os.path.realpath(fd) == str(path) for fd in opened.iterdir()):
+        time.sleep(0.05)
+    time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+
+
 def test_ctrl_c_is_quiet(tmp_path):
     """Status 130, no traceback."""
     path = tmp_path / "run.jsonl"
     append(path, enumerate(VALUES[:20], start=1))
     run = watch(path)
-    threading.Timer(1.5, run.send_signal, [signal.SIGINT]).start()
+    threading.Thread(target=interrupt_when_reading, args=(run, path)).start()
     _, errors = run.communicate(timeout=30)
     assert run.returncode == 130
     assert "Traceback" not in errors

@@ -104,8 +104,9 @@ def test_a_file_that_may_not_be_read(here, capsys, verb):
 @pytest.mark.parametrize(
     "name", ["[red]x[-red].jsonl", "[bold]", "[/x]", "{x}", "e\x1b[2J.jsonl", "two\nlines", "s\udcff", "é中"]
 )
-def test_names_are_text(here, capsys, name):
+def test_names_are_text(here, capsys, monkeypatch, name):
     """In the text, the table, JSON and the report: neither markup nor commands, one name on one line."""
+    monkeypatch.setenv("COLUMNS", "120")
     (here / name).parent.mkdir(exist_ok=True)
     (here / name).write_text(LINES)
     assert main(["replay", name, "--report", "out.html"]) == 0

@@ -83,7 +83,13 @@ class Keeper:
         again = self._pins.forget(checkpoint.step)
         if again is not None and self._quarantine is not None:
             self._quarantine.take(again, checkpoint.attempt, name=f"pin-{checkpoint.step}")
-        if checkpoint.calm:
+        self.pin(checkpoint, take=take)
+        if not suspicion:
+            self._pins.thin_out(functools.partial(wanted, now=checkpoint.step))
+
+    def pin(self, checkpoint: Checkpoint, *, take: bool = False) -> None:
+        """Pin a checkpoint that is there and calm; one that is pinned is left as it is."""
+        if self._pins is not None and checkpoint.calm and _is_there(Path(checkpoint.path)):
             self._pins.pin(
                 checkpoint.step,
                 Path(checkpoint.path),
@@ -92,8 +98,10 @@ class Keeper:
                 attempt=checkpoint.attempt,
                 take=take,
             )
-        if not suspicion:
-            self._pins.thin_out(functools.partial(wanted, now=checkpoint.step))
+
+    def pinned(self, step: int) -> bool:
+        """Return whether a complete pin of a step is there; its contents are not compared."""
+        return self._pins is not None and any(pin.step == step for pin in self._pins.pins())
 
     def _note(self, checkpoint: Checkpoint) -> None:
         """Put a checkpoint into the ledger; what was there before under its very name (`last.ckpt`) is not any more."""
