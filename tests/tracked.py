@@ -18,7 +18,13 @@ from kl_guard.journal import read_journal
 Row = tuple[int, dict[str, float]]
 """A step, and the figures of the guard that were logged for it, without what frameworks put before their names."""
 
-MEANS = {"kl_mean": "kl_mean", "kl_token_mean": "kl_token_mean", "top_share": "top_share"}
+MEANS = {
+    "kl_mean": "kl_mean",
+    "kl_token_mean": "kl_token_mean",
+    "top_share": "top_share",
+    "kl_without_special": "kl_without_special",
+}
+SPECIAL = "kl_without_special"  # in TRL, where the tokenizer says which tokens are special
 LARGEST = {"kl_max": "kl_max", "log_ratio_max": "log_ratio_extreme"}
 """What is logged of a window of steps, and what the guard's journal calls it."""
 
@@ -119,16 +125,21 @@ def trackio(project: str, step: str) -> list[Row]:
 
 
 def observed(folder: Path, attempt: int = 0) -> dict[int, dict[str, Any]]:
-    """Return what the guard observed in each step of an attempt, from its journal."""
+    """Return what the guard observed in each step of an attempt, from its journal and its file of tokens."""
     records, _ = read_journal(folder / "kl_guard" / "journal.jsonl")
     mine = [r for r in records if r["type"] == "observation" and r["attempt"] == attempt]
-    return {record["step"]: record for record in reversed(mine)}  # the first of each step; others add to it
+    steps = {record["step"]: record for record in reversed(mine)}  # the first of each step; others add to it
+    path = folder / "kl_guard" / "tokens.jsonl"
+    for tokens in map(json.loads, path.read_text().splitlines() if path.is_file() else ()):
+        if tokens["attempt"] == attempt and tokens["step"] in steps:
+            steps[tokens["step"]][SPECIAL] = tokens[SPECIAL]
+    return steps
 
 
 def window(steps: dict[int, dict[str, Any]], first: int, last: int, level: float) -> Row:
     """Return what is to be logged for the steps from first to last."""
     window = [steps[step] for step in range(first, last + 1)]
-    row = {"level": level}
+    row = {"level": level, "spikes": 0.0}
     for names, together in ((MEANS, lambda values: sum(values) / len(values)), (LARGEST, max)):
         for name, field in names.items():
             values = [record[field] for record in window if record.get(field) is not None]

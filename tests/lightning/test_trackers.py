@@ -82,7 +82,7 @@ def test_a_healthy_run_is_shown(tmp_path):
     steps = tracked.observed(tmp_path)
     expected = [tracked.window(steps, step, step, level=0.0) for step in (2, 4, 6)]
     assert [row["kl_mean"] for _, row in expected] == pytest.approx([0.02, 0.04, 0.06])
-    assert expected[-1][1].keys() == {"level", *tracked.MEANS, *tracked.LARGEST}
+    assert expected[-1][1].keys() == {"level", "spikes", *tracked.MEANS, *tracked.LARGEST} - {tracked.SPECIAL}
     for logger, rows in shown.items():
         assert rows == tracked.close(expected), logger
 

@@ -40,7 +40,7 @@ def test_a_healthy_run_is_shown(run, tmp_path):
     steps = tracked.observed(tmp_path / "run")
     expected = [tracked.window(steps, first, first + 1, level=0.0) for first in (1, 3, 5)]
     assert expected[-1][1]["kl_mean"] > 0
-    assert expected[-1][1].keys() == {"level", *tracked.MEANS, *tracked.LARGEST}
+    assert expected[-1][1].keys() == {"level", "spikes", *tracked.MEANS, *tracked.LARGEST}
     for tracker, rows in shown.items():
         assert rows == tracked.close(expected), tracker
     assert not guard.halted
@@ -83,7 +83,7 @@ def test_the_level_is_shown_between_probes(run, tmp_path):
     _, _, shown = run(guard=KLGuardCallback(probe="auto", probe_every=2), beta=0.0, max_steps=4)
     steps = tracked.observed(tmp_path / "run")
     expected = [tracked.window(steps, step, step, level=0.0) for step in range(1, 5)]
-    assert [set(row) - {"level"} for _, row in expected] == [{*tracked.MEANS, *tracked.LARGEST}, set()] * 2
+    assert [set(row) - {"level", "spikes"} for _, row in expected] == [{*tracked.MEANS, *tracked.LARGEST}, set()] * 2
     for tracker, rows in shown.items():
         assert rows == tracked.close(expected), tracker
 

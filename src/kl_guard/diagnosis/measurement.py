@@ -34,7 +34,7 @@ def dropout(case: Case) -> Scored | None:
 def maybe_dropout(case: Case) -> Scored | None:
     """Modules that drop out are in training mode; whether they were while log-probs were computed is not known."""
     where = case.facts.get("training_dropout")
-    if not where or not (case.began_unequal or case.finding.signature == "REFERENCE_MISMATCH"):
+    if not where or not (case.wrong_from_the_start or case.finding.signature == "REFERENCE_MISMATCH"):
         return None
     return 0.9, Cause(
         "dropout may be on while log-probs are computed",
