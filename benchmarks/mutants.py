@@ -1,8 +1,8 @@
 """Do the tests notice when the code changes? mutmut changes stats, detectors and checkpoints in small ways.
 
 Each package is copied to a folder of its own, with its tests; mutmut changes one thing at a time in its functions and
-runs the tests that reach it. A mutant is killed when a test fails, or when it never ends; survivors are printed with what
-was changed. mutmut leaves alone what is outside of functions (constants) and functions with decorators other than
+runs the tests that reach it. A mutant is killed when a test fails, or when it never ends; survivors are printed with
+what was changed. mutmut leaves alone what is outside of functions (constants) and functions with decorators other than
 staticmethod and classmethod (properties).
 
     python benchmarks/mutants.py stats            # one package, all mutants
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import functools
 import random
 import re
 import shutil
@@ -31,7 +32,7 @@ TESTS = {
     "detectors": ["tests/detectors", "tests/core/test_public_classes.py"],
     "checkpoints": ["tests/checkpoints", "tests/security/test_paths.py"],
 }
-COPIED = ("src", "integrations", "tests", "examples", "docs", "README.md", "pyproject.toml")
+COPIED = ("src", "integrations", "tests", "examples", "benchmarks", "docs", "README.md", "pyproject.toml")
 ADDED = """
 
 import os
@@ -39,7 +40,7 @@ import sys
 from pathlib import Path
 
 _root = Path.cwd() if Path.cwd().name == "mutants" else Path.cwd() / "mutants"
-_folders = [str(_root / name) for name in ("src", "integrations", "tests", "examples")]
+_folders = [str(_root / name) for name in ("src", "integrations", "tests", "examples", "benchmarks")]
 sys.path[:0] = [folder for folder in _folders if folder not in sys.path]
 os.environ["PYTHONPATH"] = os.pathsep.join(_folders)
 """
@@ -104,6 +105,8 @@ def run(folder: Path, sample: int | None, seed: int, jobs: int) -> dict[str, str
     with (folder / "mutmut.log").open("w") as log:
         subprocess.run([*command, "run", "--max-children", str(jobs), *names], cwd=folder, check=False, stdout=log)
     found = outcomes(command, folder)
+    if "not checked" in {found[name] for name in names or found}:
+        sys.exit(f"mutmut did not finish; {folder / 'mutmut.log'} ends:\n{(folder / 'mutmut.log').read_text()[-2000:]}")
     return {name: found[name] for name in names or found}
 
 
@@ -145,16 +148,19 @@ def report(folder: Path, package: str, results: dict[str, str], words: bool) -> 
 def changed(folder: Path, name: str) -> Iterator[str]:
     """Yield the lines that a mutant changes."""
     module, _, function = name.rpartition(".")
-    text = (folder / "mutants" / "src" / f"{module.replace('.', '/')}.py").read_text()
-    bodies = {
-        node.name: (ast.get_source_segment(text, node) or "").splitlines()[1:]
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef)
-    }
+    bodies = functions(folder / "mutants" / "src" / f"{module.replace('.', '/')}.py")
     original = bodies.get(re.sub(r"__mutmut_\d+$", "__mutmut_orig", function), [])
     for line in difflib.unified_diff(original, bodies.get(function, []), lineterm="", n=0):
         if line[:1] in "+-" and line[:3] not in {"+++", "---"}:
             yield f"{line[0]} {line[1:].strip()}"
+
+
+@functools.cache
+def functions(path: Path) -> dict[str, list[str]]:
+    """Return the lines of each function in a file but the first."""
+    lines = path.read_text().splitlines()
+    nodes = [node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.FunctionDef)]
+    return {node.name: lines[node.lineno : node.end_lineno] for node in nodes}
 
 
 def is_words(change: list[str]) -> bool:

@@ -211,7 +211,7 @@ def test_too_little_room_is_said_in_megabytes(tmp_path, monkeypatch, caplog):
 def test_a_fault_of_the_guards_own_in_pinning(tmp_path, monkeypatch, caplog):
     """Told with a traceback and once in words; no draft stays, and the next one is made."""
     store = store_at(tmp_path)
-    monkeypatch.setattr(pins_module, "checksum", lambda *_: 1 / 0)
+    monkeypatch.setattr(pins_module, "checksum", lambda *_, **__: 1 / 0)
     for step in (10, 20):
         assert store.pin(step, checkpoint(tmp_path, step), calm=True)
         store.wait()
