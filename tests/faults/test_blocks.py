@@ -316,13 +316,15 @@ def test_killed_while_it_shortens(tmp_path, where):
     assert list(recall(read_journal(journal_of(tmp_path))[0]).history.steps) == list(range(1, int(done.stdout) + 1))
 
 
-def slowly(gate):
-    """Let the shortening wait in the middle of its lines until `gate` is set."""
+def slowly(gate, waits=None):
+    """Let the shortening wait in the middle of its lines until `gate` is set; `waits` says that it does."""
     whole = blocks.in_blocks
 
     def slow(path, upto):
         for i, line in enumerate(whole(path, upto)):
             if i == 1:
+                if waits is not None:
+                    waits.set()
                 gate.wait(20)
             yield line
 
@@ -412,9 +414,9 @@ def test_shortening_that_fails_costs_nothing(tmp_path, small, monkeypatch, caplo
 
 def test_a_file_that_was_deleted_meanwhile_is_not_brought_back(tmp_path, small):
     """What is begun anew stays, even where it has the inode of the old one."""
-    gate = threading.Event()
-    file = a_file(tmp_path, slowly(gate))
-    assert file._shortening.running
+    gate, waits = threading.Event(), threading.Event()
+    file = a_file(tmp_path, slowly(gate, waits))
+    assert waits.wait(10)
     file.path.unlink()
     file.close()
     file.append(written([row(7)]))
@@ -427,9 +429,9 @@ def test_a_file_that_was_deleted_meanwhile_is_not_brought_back(tmp_path, small):
 
 def test_a_draft_that_another_guard_still_writes_is_no_part_of_it(tmp_path, small):
     """A slow thread of an earlier guard, given up, has the same name for its draft."""
-    gate = threading.Event()
-    earlier = a_file(tmp_path, slowly(gate))
-    assert earlier._shortening.running
+    gate, waits = threading.Event(), threading.Event()
+    earlier = a_file(tmp_path, slowly(gate, waits))
+    assert waits.wait(10)
     later = LinesFile(earlier.path, blocks.in_blocks)
     for step in range(400, 800):
         later.append(written([row(step)]))
