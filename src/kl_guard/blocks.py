@@ -63,10 +63,15 @@ class _Row:
             return False
         if len(self.history) and record.get("attempt") != self._attempt:
             return False
+        if self._merges(observation) and observation.window > self.history[-1].window:
+            return False  # whether a run began in its middle is told by the first window of its first step
         self._attempt = record.get("attempt")
         self._lines.append(line)
         self.history.add(observation)
         return True
+
+    def _merges(self, observation: Observation) -> bool:
+        return len(self.history) > 0 and observation.step == self.history.steps[-1]
 
     def take(self) -> Iterator[bytes]:
         """Yield the observations as a block, or as the lines they were where they are few, and begin anew."""

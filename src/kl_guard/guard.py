@@ -22,7 +22,7 @@ from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
 from kl_guard.history import History
 from kl_guard.journal import Journal
-from kl_guard.memory import Changes, Failure, Memory, Return, recall, retell
+from kl_guard.memory import Changes, Failure, Memory, Return, recall, retell, senseless
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
@@ -774,6 +774,8 @@ class KLGuard:
         if self.folder is None or self._past is None:
             return Memory()
         memory = recall(self._past.read())
+        if memory.unreadable:
+            self._warn_once("senseless", f"{self._past.path}: {senseless(memory.unreadable)}")
         if self._past.unreadable:
             self._journal = None
             self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")

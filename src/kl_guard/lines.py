@@ -146,6 +146,8 @@ class LinesFile:
             self._rests_until = time.monotonic() + seconds / SLOW_SHARE
 
     def _open(self) -> int:
+        if self._shortening is not None:
+            self._shortening.give_up()
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._size = size = os.lseek(file, 0, os.SEEK_END)
         self._ends_torn = False

@@ -165,6 +165,11 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Memory:
     return memory
 
 
+def senseless(count: int) -> str:
+    """Say that records made no sense, as `recall` has counted them."""
+    return f"{count} records make no sense and are left out" if count > 1 else "a record makes no sense and is left out"
+
+
 def _apply(memory: Memory, record: Mapping[str, Any]) -> None:
     kind = record["type"]
     if kind == "observation":

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kl_guard.paths import sync
@@ -44,7 +45,7 @@ class Shortening:
         self._shorten = shorten
         self._next = EVERY
         self._thread: threading.Thread | None = None
-        self._upto = self._kept = self._inode = 0
+        self._upto = self._kept = self._inode = self._draft_inode = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._path)!r})"
@@ -61,9 +62,18 @@ class Shortening:
         if size >= self._next:
             self._next, self._upto, self._kept = size + EVERY, size, 0
             self._inode = self._path.stat().st_ino
-            self._thread = threading.Thread(target=self._write, name="kl-guard-shortening", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write, name="kl-guard-shortening", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads, or the interpreter is going down
+                logger.debug("kl-guard: %s stays as long as it is (%s)", self._path, error)
+                return False
+            self._thread = thread
         return False
+
+    def give_up(self) -> None:
+        """Have what is under way come to nothing: the file is another one, though its inode may be the same."""
+        self._inode = 0
 
     def finish(self) -> bool:
         """Wait for the draft and put it in the place of the file; return whether that was done.
@@ -80,27 +90,44 @@ class Shortening:
                 return False
             if not 0 < self._kept <= WORTH * self._upto or self._path.stat().st_ino != self._inode:
                 return False
-            with self._path.open("rb") as file, self._draft.open("ab") as draft:
+            if not self._draft_is_mine():
+                return False
+            with self._path.open("rb") as file, self._draft.open("r+b") as draft:
                 file.seek(self._upto)
+                draft.seek(0, os.SEEK_END)
                 shutil.copyfileobj(file, draft)
-                self._next = draft.tell() + EVERY
+                longer = draft.tell() + EVERY
             sync(self._draft)
             self._draft.replace(self._path)
-            sync(self._path.parent)
         except OSError as error:
             logger.debug("kl-guard: %s stays as long as it is (%s)", self._path, error)
             return False
         finally:
             if not thread.is_alive():
-                self._draft.unlink(missing_ok=True)
+                self._remove_draft()
+        self._next = longer
+        with suppress(OSError):  # some disks refuse that for a folder
+            sync(self._path.parent)
         return True
+
+    def _draft_is_mine(self) -> bool:
+        """Whether the draft is there and whole: another guard, or somebody who tidies up, may have removed it."""
+        there = self._draft.stat()
+        return (there.st_ino, there.st_size) == (self._draft_inode, self._kept)
+
+    def _remove_draft(self) -> None:
+        with suppress(OSError):
+            if self._draft.stat().st_ino == self._draft_inode:
+                self._draft.unlink()
 
     def _write(self) -> None:
         """On the background thread."""
         try:
             if shutil.disk_usage(self._path.parent).free < ROOM * self._upto:
                 return
-            with self._draft.open("wb") as draft:
+            self._draft.unlink(missing_ok=True)  # never into one that an earlier guard may still be writing
+            with self._draft.open("xb") as draft:
+                self._draft_inode = os.fstat(draft.fileno()).st_ino
                 kept = sum(map(draft.write, self._shorten(self._path, self._upto)))
                 draft.flush()
                 os.fsync(draft.fileno())

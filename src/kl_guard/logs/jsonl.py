@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from kl_guard.history import History
 from kl_guard.logs.base import LineFormat, Row
 
 
@@ -19,6 +20,11 @@ class JsonLinesFormat(LineFormat):
             raise ValueError(f"is not JSON ({_shortened(error)})") from error
         if not isinstance(row, dict):
             raise ValueError("is not a row of names and values")
+        if row.get("type") == "block":  # a journal that is followed as it grows
+            try:
+                return [observation.known() for observation in History.unpacked(row)]
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+                raise ValueError(f"is no block of observations ({_shortened(error)})") from error
         return [row]
 
 

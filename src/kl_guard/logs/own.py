@@ -10,10 +10,22 @@ from typing import Any, get_args
 from kl_guard.config import KLKind
 from kl_guard.logs.base import Log, Row
 from kl_guard.logs.text import Lines
-from kl_guard.memory import recall
+from kl_guard.memory import recall, senseless
 
 _TYPES = frozenset(
-    {"run", "observation", "facts", "finding", "checkpoint", "resume", "rollback", "decision", "change", "alert"}
+    {
+        "run",
+        "observation",
+        "block",
+        "facts",
+        "finding",
+        "checkpoint",
+        "resume",
+        "rollback",
+        "decision",
+        "change",
+        "alert",
+    }
 )
 
 
@@ -32,7 +44,10 @@ class JournalLog(Log):
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
         self._lines.on_share = self.on_share
-        for observation in recall(self._records()).history:
+        memory = recall(self._records())
+        if memory.unreadable:
+            self.notes.add("senseless", f"{self.path}: {senseless(memory.unreadable)}")
+        for observation in memory.history:
             yield observation.known()
 
     def _records(self) -> Iterator[Row]:

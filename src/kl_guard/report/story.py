@@ -12,7 +12,7 @@ from kl_guard.history import History
 from kl_guard.incidents import Tokens, incident_of, tokens_in
 from kl_guard.journal import read_journal
 from kl_guard.lines import JsonLines
-from kl_guard.memory import recall
+from kl_guard.memory import recall, senseless
 from kl_guard.outliers import OutlierLedger
 from kl_guard.token_keeper import NAME as TOKENS
 from kl_guard.versions import versions
@@ -84,7 +84,7 @@ def story_of(folder: Path) -> Story:
         tokens=_tokens(folder, ledger, reason),
         config=config if isinstance(config, Mapping) else {},
         versions=were if isinstance(were, Mapping) else versions(),
-        notes=notes,
+        notes=[*notes, *([senseless(memory.unreadable)] if memory.unreadable else [])],
     )
 
 
