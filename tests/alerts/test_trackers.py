@@ -51,7 +51,12 @@ def test_trackio_closed_at_once(tmp_path):
     """)
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "data")}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=HERE, env=environment, check=False
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "[('error', 'KL_BLOWUP: halted at step " in done.stdout

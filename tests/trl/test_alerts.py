@@ -2,7 +2,7 @@
 
 import pytest
 
-from alert_receiver import wandb_alerts
+from alert_receiver import SECRET, receiver, wandb_alerts
 from kl_guard_trl import KLGuardCallback
 from launch import launch
 from trl_runs import SetKL
