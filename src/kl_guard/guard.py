@@ -686,8 +686,10 @@ class KLGuard:
 
     def _alert(self, decision: Decision, finding: Finding | None, written: Path | None = None) -> None:
         """Let somebody know, once for each incident of the run, whatever process it is in by now."""
+        if self.rank != 0 or self._is_copy:
+            return
         try:
-            targets = self._alerts.targets(tracked=self._announces) if self.rank == 0 else {}
+            targets = self._alerts.targets(tracked=self._announces)
             incident = incident_of(
                 decision,
                 finding,
@@ -892,7 +894,7 @@ def _copy_of(
     memory: Memory,
     resumed: Return | None,
 ) -> KLGuard:
-    guard = cls(config, rank=rank, expected_observations=expected_observations, announce=False)
+    guard = cls(config, rank=rank, expected_observations=expected_observations, announce=False, alerts=())
     guard._memory, guard._resumed, guard._begun = memory, resumed, True
     guard._is_copy = True
     guard._rebuild_panel()

@@ -2,12 +2,15 @@
 
 import json
 import os
+import pickle
 import threading
+import time
 
 import pytest
 
 from alert_receiver import VALUES, receiver, run
 from kl_guard import GuardConfig, Incident, KLGuard, replay
+from kl_guard.alerts import Alerts
 from kl_guard.alerts.incident import LONGEST_TEXT, LONGEST_TITLE, incident_of
 from kl_guard.findings import Decision, Finding, Severity
 
@@ -167,21 +170,46 @@ def test_a_fault_while_writing_still_tells(tmp_path, service, monkeypatch):
 
 
 def test_a_forked_process(tmp_path, service):
-    """It has the object without its thread; what it observes is told all the same, and it ends."""
-    guard = KLGuard(alerts=[service.url])
-    run(guard)
-    guard._alerts.close()
-    guard._alerts.send(incident(), guard._alerts.targets(tracked=False))  # its thread is at work
+    """Its guard is a copy, which sends nothing, waits for nothing, and can be closed; nor does one that was pickled."""
+    guard = KLGuard(output_dir=tmp_path, alerts=[service.url])
+    run(guard, VALUES[:40])
+    hold = threading.Event()
+    guard._alerts.send(incident(), {"on_incident": lambda it: hold.wait(20)})  # its thread is at work
     child = os.fork()
     if child == 0:
-        guard._memory.alerted.clear()
-        guard.resumed(40)
-        run(guard, start=41)
-        guard.close()
-        os._exit(0)
+        try:
+            begun = time.monotonic()
+            decided = run(guard, start=41)
+            guard.close()
+            os._exit(0 if decided and time.monotonic() - begun < 5 else 1)
+        finally:
+            os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+    copy = pickle.loads(pickle.dumps(guard))
+    assert run(copy, start=41)
+    copy.close()
+    assert service.posts == []
+    hold.set()
+    run(guard, start=41)
     guard.close()
-    assert len(service.posts) == 3
+    assert len(service.posts) == 1
+
+
+def test_alerts_of_a_forked_process(service):
+    """Built before the fork and used after it, as where processes of a run are forked: threads are begun anew."""
+    alerts = Alerts([service.url])
+    alerts.send(incident(), alerts.targets(tracked=False))
+    child = os.fork()
+    if child == 0:
+        try:
+            alerts.send(incident(), alerts.targets(tracked=False))
+            alerts.close()
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    alerts.close()
+    assert len(service.posts) == 2
 
 
 def incident(message="kl_mean rose", **more):
