@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tracked import wandb_records
 
 VALUES = [0.02] * 40 + [0.02 * 1.6**k for k in range(20)]
 SECRET = "hunter2SECRET"  # noqa: S105 - a password that is no password
@@ -88,31 +89,13 @@ def run(guard, values=VALUES, start=1):
     return decision
 
 
-def wandb_records(path):
-    """Yield the records of a `.wandb` file: protobuf in the log format of LevelDB, behind a header of 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, parts = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        parts += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
 def wandb_alerts(folder):
-    """Return the alerts in the files of offline runs below a folder."""
-    return [
-        record.alert
-        for path in sorted(folder.rglob("*.wandb"))
-        for record in wandb_records(path)
-        if record.WhichOneof("record_type") == "alert"
-    ]
+    """Return the alerts in the file of the offline run below a folder, once W&B has written it."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.finish()
+    wandb.teardown()  # waits for its process, which may still be writing
+    (path,) = folder.rglob("run-*.wandb")
+    records = [Record.FromString(data) for data in wandb_records(path.read_bytes())]
+    return [record.alert for record in records if record.WhichOneof("record_type") == "alert"]

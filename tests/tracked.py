@@ -105,7 +105,7 @@ def wandb(folder: Path, step: str) -> list[Row]:
     wandb.teardown()  # waits for its process, which may still be writing
     (path,) = folder.rglob("run-*.wandb")
     rows = []
-    for data in _records(path.read_bytes()):
+    for data in wandb_records(path.read_bytes()):
         record = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -157,7 +157,7 @@ def _ours(row: dict[str, Any]) -> dict[str, float]:
     return {name.partition("kl_guard/")[2]: float(value) for name, value in row.items() if "kl_guard/" in name}
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def wandb_records(data: bytes) -> Iterator[bytes]:
     """Yield the records of a W&B run file; this version of W&B has no reader of its own."""
     assert data.startswith(b":W&B")
     at, parts = HEADER.size, b""

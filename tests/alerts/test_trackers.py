@@ -10,29 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from alert_receiver import run, wandb_alerts
+from alert_receiver import VALUES, run, wandb_alerts
 from kl_guard import GuardConfig, KLGuard, replay
 from kl_guard.alerts import trackers
+from tracked import local
 
 HERE = Path(__file__).parent.parent  # where alert_receiver is
 
 
 @pytest.mark.filterwarnings("default")  # what W&B warns of is its own
-def test_wandb_closed_at_once(tmp_path, monkeypatch):
+def test_wandb_closed_at_once(tmp_path):
     """The alert is in the run's file, whoever is faster; a run that is closed gets none, and a replay sends none."""
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    import wandb
+    with local(tmp_path):
+        import wandb
 
-    with wandb.init(mode="offline", dir=tmp_path, project="alerts"):
-        replay([0.02] * 40 + [0.02 * 1.6**k for k in range(20)])
-        guard = KLGuard(output_dir=tmp_path / "out")
-        assert run(guard).action == "halt"
-    guard.close()
-    (alert,) = wandb_alerts(tmp_path)
+        with wandb.init(project="alerts"):
+            assert replay(VALUES).decision.action == "halt"
+            guard = KLGuard(output_dir=tmp_path / "out")
+            assert run(guard).action == "halt"
+        guard.close()
+        (alert,) = wandb_alerts(tmp_path)
+        assert trackers.open_runs() == {}
     assert alert.title.startswith("KL_BLOWUP: halted at step ")
     assert alert.level == "ERROR"
     assert "report.html" in alert.text
-    assert trackers.open_runs() == {}
 
 
 def test_trackio_closed_at_once(tmp_path):

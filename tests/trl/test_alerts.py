@@ -5,6 +5,7 @@ import pytest
 from alert_receiver import SECRET, receiver, wandb_alerts
 from kl_guard_trl import KLGuardCallback
 from launch import launch
+from tracked import local
 from trl_runs import SetKL
 
 
@@ -19,27 +20,13 @@ def service():
         yield it
 
 
-@pytest.fixture
-def wandb_offline(tmp_path, monkeypatch):
-    """W&B without a network; its run is over after the test."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    (tmp_path / "wandb").mkdir()
-    import wandb
-
-    yield wandb
-    wandb.finish()
-
-
-def test_a_halt_reaches_the_wandb_run(make_trainer, tmp_path, wandb_offline):
+def test_a_halt_reaches_the_wandb_run(make_trainer, tmp_path):
     """One alert is in the file of the offline run, with title, level and the path of the report."""
-    guard = KLGuardCallback()
-    trainer = make_trainer([SetKL(explode), guard], report_to="wandb")
-    trainer.train()
+    with local(tmp_path / "wandb"):
+        guard = KLGuardCallback()
+        make_trainer([SetKL(explode), guard], report_to="wandb").train()
+        (alert,) = wandb_alerts(tmp_path / "wandb")
     assert guard.halted
-    wandb_offline.finish()
-    (alert,) = wandb_alerts(tmp_path / "wandb")
     assert alert.title == "KL_BLOWUP: halted at step 8"
     assert alert.level == "ERROR"
     (report,) = (tmp_path / "run" / "kl_guard" / "incidents").rglob("report.html")
