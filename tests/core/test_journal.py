@@ -82,9 +82,12 @@ def without_companions(finding):
 
 @given(holed_series(), st.integers(0, 200))
 def test_a_resumed_run_says_what_an_uninterrupted_one_says(tmp_path_factory, values, split):
-    """Killed after any step and resumed there in a new process: the same findings and decisions after it."""
+    """Killed after any step and resumed there in a new process: the same findings and decisions after it.
+
+    Without a grace, in which engines recover after a resume and nothing acts.
+    """
     folder = tmp_path_factory.mktemp("run")
-    config = GuardConfig(action="warn")
+    config = GuardConfig(action="warn", grace=0)
     straight, first = KLGuard(config, announce=False), KLGuard(config, output_dir=folder, announce=False)
     for step, value in enumerate(values[:split], start=1):
         straight.observe(step, value)
