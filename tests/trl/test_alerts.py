@@ -33,6 +33,7 @@ def test_a_halt_reaches_the_wandb_run(make_trainer, tmp_path):
     assert str(report) in alert.text
 
 
+@pytest.mark.newest  # the lowest TRL is tested without trackio
 @pytest.mark.parametrize(("action", "title"), [("halt", "halted at step 8"), ("warn", "critical at step 8")])
 def test_an_incident_reaches_the_trackio_run(fitted, tmp_path, monkeypatch, action, title):
     """The trainer closes that run before the guard's own `on_train_end`; the alert is in its database all the same."""
