@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 from kl_guard.config import GuardConfig
 from kl_guard.detectors.base import Detector
 from kl_guard.findings import Finding, Severity
 from kl_guard.observation import Observation
-from kl_guard.stats import Streak
+from kl_guard.stats import First, Streak
 
 EARLY = 5  # observations whose median is the start
 FACTOR = 100.0
@@ -42,43 +41,38 @@ class BetaRunaway(Detector):
     def __init__(self, config: GuardConfig | None = None) -> None:
         super().__init__()
         self._sustain = (config or GuardConfig()).sustain
-        self._early: list[tuple[int, float]] = []
+        self._early = First(EARLY)
         self._far = Streak()
-
-    @property
-    def _start(self) -> float:
-        return statistics.median(beta for _, beta in self._early) if self._early else math.nan
 
     def _judge(self, observation: Observation) -> Severity | None:
         beta = observation.beta
         if beta is None:
             return None
         finite = math.isfinite(beta)
-        if finite and beta > 0 and len(self._early) < EARLY and observation.step not in dict(self._early):
-            self._early.append((observation.step, beta))
-        known = len(self._early) == EARLY
-        far = not finite or (known and beta > max(LARGE, FACTOR * self._start))
+        if finite and beta > 0:
+            self._early.update(observation.step, beta)
+        far = not finite or (self._early.full and beta > max(LARGE, FACTOR * self._early.median))
         lasts = self._far.update(observation.step, far) >= self._sustain
         return Severity.WARN if lasts or not finite else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
-        beta = observation.beta
+        beta, start = observation.beta, self._early.median
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"beta, the weight of the KL penalty, is {beta:.4g}, and was {self._start:.4g} at the start",
+            f"beta, the weight of the KL penalty, is {beta:.4g}, and was {start:.4g} at the start",
             onset_step=self._far.since,
-            evidence={"beta": beta, "start": self._start, "observations": self._far.length},
+            evidence={"beta": beta, "start": start, "observations": self._far.length},
         )
 
     def _forget(self) -> None:
-        self._early = []
+        self._early.reset()
         self._far.reset()
 
     def _memory(self) -> dict[str, Any]:
-        return {"early": [list(pair) for pair in self._early], "far": self._far.state_dict()}
+        return {"early": self._early.state_dict(), "far": self._far.state_dict()}
 
     def _recall(self, memory: dict[str, Any]) -> None:
-        self._early = [(int(step), float(beta)) for step, beta in memory["early"]]
+        self._early.load_state_dict(memory["early"])
         self._far.load_state_dict(memory["far"])

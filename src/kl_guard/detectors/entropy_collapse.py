@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 from kl_guard.config import GuardConfig
 from kl_guard.detectors.base import Detector
 from kl_guard.findings import Finding, Severity
 from kl_guard.observation import Observation
-from kl_guard.stats import Streak
+from kl_guard.stats import First, Streak
 
 EARLY = 5  # observations whose median is the start
 HIGH, LOW = 1.0, 0.25  # nats per token
@@ -42,45 +41,38 @@ class EntropyCollapse(Detector):
     def __init__(self, config: GuardConfig | None = None) -> None:
         super().__init__()
         self._sustain = (config or GuardConfig()).sustain
-        self._early: list[tuple[int, float]] = []
+        self._early = First(EARLY)
         self._low = Streak()
-        self._start = 0.0  # the median of the early ones, once all are there
 
     def _judge(self, observation: Observation) -> Severity | None:
         entropy = observation.entropy
         if entropy is None or not math.isfinite(entropy):
             return None
-        if len(self._early) < EARLY and (not self._early or observation.step > self._early[-1][0]):
-            self._early.append((observation.step, entropy))
-            self._settle()
-        known = self._start > 0
-        low = known and (entropy < SHARE * self._start or (self._start > HIGH and entropy < LOW))
+        self._early.update(observation.step, entropy)
+        start = self._early.median
+        known = self._early.full and start > 0
+        low = known and (entropy < SHARE * start or (start > HIGH and entropy < LOW))
         return Severity.WARN if self._low.update(observation.step, low) >= self._sustain else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
+        start = self._early.median
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"entropy fell from {self._start:.3g} to {observation.entropy:.3g} nats per token: the policy hardly "
+            f"entropy fell from {start:.3g} to {observation.entropy:.3g} nats per token: the policy hardly "
             f"explores any more",
             onset_step=self._low.since,
-            evidence={"entropy": observation.entropy, "start": self._start, "observations": self._low.length},
+            evidence={"entropy": observation.entropy, "start": start, "observations": self._low.length},
         )
 
-    def _settle(self) -> None:
-        if len(self._early) == EARLY:
-            self._start = statistics.median(value for _, value in self._early)
-
     def _forget(self) -> None:
-        self._early, self._start = [], 0.0
+        self._early.reset()
         self._low.reset()
 
     def _memory(self) -> dict[str, Any]:
-        return {"early": [list(pair) for pair in self._early], "low": self._low.state_dict()}
+        return {"early": self._early.state_dict(), "low": self._low.state_dict()}
 
     def _recall(self, memory: dict[str, Any]) -> None:
-        self._early = [(int(step), float(value)) for step, value in memory["early"]]
-        self._start = 0.0
-        self._settle()
+        self._early.load_state_dict(memory["early"])
         self._low.load_state_dict(memory["low"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from abc import abstractmethod
 from typing import Any, ClassVar
 
 from kl_guard.detectors.base import Detector
 from kl_guard.findings import Severity
 from kl_guard.observation import Observation
+from kl_guard.stats import First
 
 
 class FirstKLs(Detector):
@@ -21,7 +21,7 @@ class FirstKLs(Detector):
         super().__init__()
         self._after: int | None = None
         self._recorded = 0.0
-        self._seen: list[tuple[int, float]] = []
+        self._seen = First(self.looks)
 
     def expect(self, step: int, recorded_kl: float | None) -> None:
         """Judge what comes after `step`; without a recorded KL there is nothing to compare with."""
@@ -33,24 +33,21 @@ class FirstKLs(Detector):
         kl = observation.kl_mean
         if self._after is None or observation.step <= self._after:
             return None
-        new = not self._seen or observation.step > self._seen[-1][0]
-        if kl is not None and math.isfinite(kl) and new and len(self._seen) < self.looks:
-            self._seen.append((observation.step, kl))
-        return self._compare() if len(self._seen) == self.looks else None
+        if kl is not None and math.isfinite(kl):
+            self._seen.update(observation.step, kl)
+        return self._compare() if self._seen.full else None
 
     @abstractmethod
     def _compare(self) -> Severity | None:
         """Return how bad it is that the KLs seen are what they are, None where they are as they should be."""
 
-    def _median(self) -> float:
-        return statistics.median(kl for _, kl in self._seen)
-
     def _forget(self) -> None:
-        self._after, self._recorded, self._seen = None, 0.0, []
+        self._after, self._recorded = None, 0.0
+        self._seen.reset()
 
     def _memory(self) -> dict[str, Any]:
-        return {"after": self._after, "recorded": self._recorded, "seen": [list(pair) for pair in self._seen]}
+        return {"after": self._after, "recorded": self._recorded, "seen": self._seen.state_dict()}
 
     def _recall(self, memory: dict[str, Any]) -> None:
         self._after, self._recorded = memory["after"], memory["recorded"]
-        self._seen = [(int(step), float(kl)) for step, kl in memory["seen"]]
+        self._seen.load_state_dict(memory["seen"])

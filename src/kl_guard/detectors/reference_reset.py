@@ -43,15 +43,15 @@ class ReferenceReset(FirstKLs):
         super().expect(step, recorded_kl if recorded_kl is not None and recorded_kl > self._least else None)
 
     def _compare(self) -> Severity | None:
-        return Severity.WARN if self._median() < SHARE * self._recorded else None
+        return Severity.WARN if self._seen.median < SHARE * self._recorded else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"after resuming at step {self._after} KL is {self._median():.4g} (median of {LOOKS}); before, it was "
+            f"after resuming at step {self._after} KL is {self._seen.median:.4g} (median of {LOOKS}); before, it was "
             f"{self._recorded:.4g} there: the reference is not the one of before",
-            onset_step=self._seen[0][0],
-            evidence={"median_kl": self._median(), "recorded_kl": self._recorded, "resumed_at": self._after},
+            onset_step=self._seen.since,
+            evidence={"median_kl": self._seen.median, "recorded_kl": self._recorded, "resumed_at": self._after},
         )

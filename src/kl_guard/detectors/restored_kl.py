@@ -47,18 +47,18 @@ class RestoredKL(FirstKLs):
 
     def _compare(self) -> Severity | None:
         low, high = (max(floor, FACTOR * self._recorded) for floor in self._floors)
-        if high > 0 and min(kl for _, kl in self._seen) > high:
+        if high > 0 and min(self._seen) > high:
             return Severity.CRITICAL
-        return Severity.WARN if low > 0 and self._median() > low else None
+        return Severity.WARN if low > 0 and self._seen.median > low else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"after going back to step {self._after} the first {LOOKS} KLs have a median of {self._median():.4g}; at "
-            f"that checkpoint {self._recorded:.4g} was recorded",
-            onset_step=self._seen[0][0],
-            departure_step=self._seen[0][0],
-            evidence={"median_kl": self._median(), "recorded_kl": self._recorded, "returned_to": self._after},
+            f"after going back to step {self._after} the first {LOOKS} KLs have a median of {self._seen.median:.4g}; "
+            f"at that checkpoint {self._recorded:.4g} was recorded",
+            onset_step=self._seen.since,
+            departure_step=self._seen.since,
+            evidence={"median_kl": self._seen.median, "recorded_kl": self._recorded, "returned_to": self._after},
         )

@@ -5,6 +5,7 @@ computation on the same numbers.
 """
 
 from kl_guard.stats.exact_sum import ExactSum
+from kl_guard.stats.first import First
 from kl_guard.stats.hinge import Hinge, fit_hinge
 from kl_guard.stats.horizon import HorizonWindow, trailing_horizons
 from kl_guard.stats.mann_kendall import SlidingMannKendall, TrendTest
@@ -16,6 +17,7 @@ from kl_guard.stats.windows import SortedWindow, SumWindow
 
 __all__ = [
     "ExactSum",
+    "First",
     "Hinge",
     "HorizonWindow",
     "Recent",
