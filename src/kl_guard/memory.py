@@ -145,6 +145,8 @@ def retell(memory: Memory) -> Iterator[dict[str, Any]]:
         yield {"type": "checkpoint", **asdict(checkpoint)}
     for attempt, changes in memory.changes.items():
         yield {"type": "change", "attempt": attempt, **asdict(changes)}
+    for attempt, step, signature, action in sorted(memory.alerted):
+        yield {"type": "alert", "attempt": attempt, "step": step, "signature": signature, "action": action}
     if memory.pending is not None and memory.pending_failure is not None:
         yield {"type": "decision", "to_step": memory.pending, **asdict(memory.pending_failure)}
 

@@ -167,8 +167,19 @@ def test_records_made_again_add_up_to_the_same(tmp_path):
     feed(guard, [0.03] * 40, start=21)
     guard.observe(61, float("nan"), loss=1.0)
     before = guard._memory
+    before.alerted.add((0, 51, "KL_BLOWUP", "rollback"))
     after = recall([{"type": "run", "run_id": guard.run_id}, *retell(before)])
-    for name in ("run_id", "attempt", "rollbacks", "findings", "failures", "changes", "since_rollback", "mid_run"):
+    for name in (
+        "run_id",
+        "attempt",
+        "rollbacks",
+        "findings",
+        "failures",
+        "changes",
+        "since_rollback",
+        "mid_run",
+        "alerted",
+    ):
         assert getattr(after, name) == getattr(before, name), name
     assert after.checkpoints == before.checkpoints
     assert str(list(after.history)) == str(list(before.history))
