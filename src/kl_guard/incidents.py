@@ -29,14 +29,7 @@ class Tokens:
     excerpts: tuple[Excerpt, ...] = ()
 
 
-def folder_of(folder: Path, decision: Decision) -> Path:
-    """Return where a decision's incident is kept."""
-    if decision.reason is None:
-        raise ValueError("a decision without a reason is no incident")
-    return incident_of(folder, decision.reason)
-
-
-def incident_of(folder: Path, reason: Finding) -> Path:
+def folder_of(folder: Path, reason: Finding) -> Path:
     """Return where the incident that a finding led to is kept: `<folder>/incidents/<attempt>-<step>-<signature>`."""
     signature = "".join(c for c in reason.signature if c.isalnum() or c in "-_")  # one recalled may say anything
     return folder / "incidents" / f"{int(reason.attempt)}-{int(reason.step)}-{signature}"
@@ -51,9 +44,13 @@ def write(
     ------
     OSError
         If it cannot be written, or there are 100 already.
+    ValueError
+        For a decision without a reason.
     """
     reason = decision.reason
-    target = folder_of(folder, decision)
+    if reason is None:
+        raise ValueError("a decision without a reason is no incident")
+    target = folder_of(folder, reason)
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists() and sum(1 for _ in target.parent.iterdir()) >= MOST:
         raise OSError(f"there are {MOST} in {target.parent} already; the journal tells of this one")
@@ -63,7 +60,7 @@ def write(
         "run_id": run_id,
         "action": decision.action,
         "note": decision.note,
-        "finding": reason.to_dict() if reason else None,
+        "finding": reason.to_dict(),
         "checkpoint": asdict(decision.checkpoint) if decision.checkpoint else None,
         "config": asdict(config),
         "versions": versions(),

@@ -13,7 +13,7 @@ from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard
 from kl_guard.checkpoints import Keeper, Manifest, PinStore
 from kl_guard.checkpoints.manifest import NAME
 from kl_guard.checkpoints.soundness import problems
-from kl_guard.incidents import incident_of
+from kl_guard.incidents import folder_of
 
 
 def store_with(tmp_path, *steps):
@@ -201,9 +201,9 @@ def test_a_copied_run_leaves_the_original_alone(tmp_path):
 
 def test_a_finding_that_names_a_folder_elsewhere(tmp_path):
     """The folder of an incident is one folder, whatever a recalled finding is called."""
-    folder = incident_of(tmp_path, Finding("../../../etc/x\0", "critical", 3, ""))
+    folder = folder_of(tmp_path, Finding("../../../etc/x\0", "critical", 3, ""))
     assert folder == tmp_path / "incidents" / "0-3-etcx"
-    assert incident_of(tmp_path, Finding("KL_BLOWUP", "critical", 3, "")).name == "0-3-KL_BLOWUP"
+    assert folder_of(tmp_path, Finding("KL_BLOWUP", "critical", 3, "")).name == "0-3-KL_BLOWUP"
 
 
 def torn(header):

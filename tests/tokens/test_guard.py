@@ -278,14 +278,14 @@ def blown_up(folder, **knobs):
 def test_an_incident_keeps_what_stands_around_the_tokens(tmp_path):
     """Read back as it was, by the report too."""
     reason = blown_up(tmp_path)
-    kept = incidents.tokens_in(incidents.incident_of(tmp_path / "kl_guard", reason))
+    kept = incidents.tokens_in(incidents.folder_of(tmp_path / "kl_guard", reason))
     assert kept.step == reason.step
     worst = kept.excerpts[0]
     place = kept.outliers[worst.outlier].position - worst.start
     assert kept.outliers[worst.outlier].kl == pytest.approx(worst.kl[place])
     assert worst.texts == tuple(f"<{token_id}>" for token_id in worst.token_ids)
     assert len(worst) > 20
-    html = incidents.incident_of(tmp_path / "kl_guard", reason).joinpath("report.html").read_text()
+    html = incidents.folder_of(tmp_path / "kl_guard", reason).joinpath("report.html").read_text()
     assert html.count('class="piece') > sum(len(excerpt) for excerpt in kept.excerpts)
     assert html.count(' largest"') == len(kept.excerpts)
 
@@ -293,7 +293,7 @@ def test_an_incident_keeps_what_stands_around_the_tokens(tmp_path):
 def test_no_excerpt_where_no_text_may_be_kept(tmp_path):
     """Ids in their order are the text."""
     reason = blown_up(tmp_path, log_text=False)
-    kept = incidents.tokens_in(incidents.incident_of(tmp_path / "kl_guard", reason))
+    kept = incidents.tokens_in(incidents.folder_of(tmp_path / "kl_guard", reason))
     assert kept.outliers
     assert not kept.excerpts
 
@@ -302,7 +302,7 @@ def test_no_excerpt_where_no_text_may_be_kept(tmp_path):
 def test_an_incident_that_makes_no_sense_has_no_tokens(tmp_path, text):
     """The report takes those of the steps."""
     reason = blown_up(tmp_path)
-    folder = incidents.incident_of(tmp_path / "kl_guard", reason)
+    folder = incidents.folder_of(tmp_path / "kl_guard", reason)
     (folder / "incident.json").write_text(text)
     assert incidents.tokens_in(folder) is None
     assert story_of(tmp_path / "kl_guard").tokens.step == reason.step

@@ -9,7 +9,7 @@ from typing import Any
 
 from kl_guard.findings import Checkpoint, Finding
 from kl_guard.history import History
-from kl_guard.incidents import Tokens, incident_of, tokens_in
+from kl_guard.incidents import Tokens, folder_of, tokens_in
 from kl_guard.journal import read_journal
 from kl_guard.lines import JsonLines
 from kl_guard.memory import recall, senseless
@@ -131,7 +131,7 @@ def _pins(folder: Path) -> Iterable[int]:
 def _tokens(folder: Path, ledger: OutlierLedger, reason: Finding | None) -> Tokens | None:
     """Return the outlier tokens of the step of the alarm, with what stood around them, or of the last that has any."""
     if reason is not None:
-        found = tokens_in(incident_of(folder, reason))
+        found = tokens_in(folder_of(folder, reason))
         if found is not None or ledger.at(reason.step):
             return found or Tokens(reason.step, ledger.at(reason.step))
     step = ledger.last_step
