@@ -301,7 +301,6 @@ class KLGuardCallback(TrainerCallback):
                 if hosts.of_one_run(folder, state.log_history)
             }
             self.guard.resumed(state.global_step, hosts.training_logs(state.log_history), present=ours)
-            self._find_checkpoints(ours, state.global_step)
 
     def new_guard(self, args: Any, expected: int | None = None) -> KLGuard:
         """Return a guard that halts where it cannot go back, so that it does not say it would."""
@@ -357,14 +356,6 @@ class KLGuardCallback(TrainerCallback):
         if self.guard is not None:
             note = functools.partial(self.guard.checkpoint_saved, aligned=aligned, facts=facts, take=take)
             self._faults.guarded(note, step, folder)
-
-    def _find_checkpoints(self, present: Mapping[int, Path], step: int) -> None:
-        """Tell the guard of checkpoints that an earlier process saved and its journal does not know."""
-        assert self.guard is not None  # noqa: S101 - called by _start
-        known = {c.step for c in self.guard.checkpoints}
-        for saved_at, folder in sorted(present.items()):
-            if saved_at <= step and saved_at not in known:
-                self.guard.checkpoint_saved(saved_at, folder)
 
     def _observe(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> Decision:
         if self.guard is None:

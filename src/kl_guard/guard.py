@@ -359,7 +359,7 @@ class KLGuard:
         what led to it still holds after `grace` observations, it is said again. In a new process the guard rebuilds its
         memory from the journal, or from `history` (rows with `step` and metrics, such as the trainer's log history)
         where there is no journal. `present` are checkpoints of this run in its folder, by step: the guard may not have
-        been told of the last one before a kill. The one of `step` is pinned where it is not.
+        been told of the last one before a kill. It takes note of them, and pins the one of `step` where it is not.
         """
         try:
             step = as_step(step)
@@ -367,7 +367,7 @@ class KLGuard:
             unknown = [path for saved_at, path in sorted((present or {}).items(), reverse=True) if saved_at > step]
             self._take_over(step, aside=unknown)
             self._write("resume", {"step": step, "time": time.time()}, sync=True)
-            self._keep_resumed(step, (present or {}).get(step))
+            self._find(step, present or {})
         except ValueError as error:
             self._warn_once("resumed", f"the resume is not taken in: {error}")
         except Exception:
@@ -535,9 +535,8 @@ class KLGuard:
     def _keep_tokens(self, step: int, stats: TokenStats) -> None:
         if not len(self.history) or step >= self.history.steps[-1]:
             self._begin()
-            refuses = (
-                self._journal is not None and self._journal.failing
-            )  # said already; what is decided by comes first
+            # Where the disk refuses the journal, which is said already, what is decided by comes first.
+            refuses = self._journal is not None and self._journal.failing
             self._tokens.keep(step, self.attempt, stats, writes=self._writes() and not refuses)
 
     def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
@@ -838,15 +837,14 @@ class KLGuard:
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
 
-    def _keep_resumed(self, step: int, path: Path | None) -> None:
-        """Pin what the run has resumed from, where a kill came before its pin, or before the guard was told of it."""
-        if step == 0 or self.checkpoints.pinned(step):
-            return
-        known = self.checkpoints.get(step)
-        if known is not None:
-            self.checkpoints.pin(known)
-        elif path is not None:
-            self.checkpoint_saved(step, path)
+    def _find(self, step: int, present: Mapping[int, Path]) -> None:
+        """Take note of checkpoints up to `step` that a kill kept the guard from being told of, or from pinning."""
+        for saved_at, path in sorted(present.items()):
+            if saved_at <= step and self.checkpoints.get(saved_at) is None:
+                self.checkpoint_saved(saved_at, path)
+        resumed_from = self.checkpoints.get(step)
+        if resumed_from is not None:
+            self.checkpoints.pin(resumed_from)
 
     def _last_step(self) -> int:
         return self.history.steps[-1] if len(self.history) else 0

@@ -99,10 +99,6 @@ class Keeper:
                 take=take,
             )
 
-    def pinned(self, step: int) -> bool:
-        """Return whether a complete pin of a step is there; its contents are not compared."""
-        return self._pins is not None and any(pin.step == step for pin in self._pins.pins())
-
     def _note(self, checkpoint: Checkpoint) -> None:
         """Put a checkpoint into the ledger; what was there before under its very name (`last.ckpt`) is not any more."""
         for older in list(self._ledger):
