@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 
-AT_ONCE = "import kl_guard.progress\nkl_guard.progress.PATIENCE = 0\n"  # bars come without delay
+AT_ONCE = "from kl_guard import progress\nprogress.PATIENCE = 0\nprogress.EVERY = 0\n"  # without delay, each word shown
 COMMAND = AT_ONCE + "import sys\nfrom kl_guard.cli import main\nsys.exit(main(sys.argv[1:]))"
 
 

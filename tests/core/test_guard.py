@@ -160,7 +160,7 @@ METHODS = {
 }
 PARTS = [
     "_read", "_observe", "_begin", "_write", "_report", "_stand", "_decision", "_remember",
-    "_read_rows", "_target", "_write_incident", "_take_over", "_target", "_write_run",
+    "_read_rows", "_target", "_write_incident", "_take_over", "_find", "_write_run",
 ]  # fmt: skip
 
 

@@ -253,7 +253,6 @@ def test_a_fault_in_any_method_of_the_guard(make_trainer, tmp_path, monkeypatch,
     "name",
     [
         "_start",
-        "_find_checkpoints",
         "_observe",
         "_say_way_back",
         "_finish_keeping",
