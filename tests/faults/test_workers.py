@@ -56,10 +56,13 @@ FORKED = textwrap.dedent(
     from kl_guard import KLGuard
     guard = KLGuard(output_dir=sys.argv[1])
     guard.observe(1, 0.02)
+    begun, begins = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(begins, b".")
         time.sleep(60)
         sys.exit()
+    os.read(begun, 1)  # a child that has not begun yet has let go of nothing
     print(child, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     """

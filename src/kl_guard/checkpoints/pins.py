@@ -98,12 +98,13 @@ class PinStore:
     ) -> bool:
         """Begin to pin the checkpoint in `source`, a folder or one file; return whether it is being done.
 
-        Costs the caller a link, or the opening of a file, per file. A step that is pinned already is left as it is.
-        With `take` the folder itself becomes the pin: it was made for that.
+        Costs the caller a link, or the opening of a file, per file. A step that is pinned already is left as it is, and
+        so is one that another guard of this process is pinning. With `take` the folder itself becomes the pin: it was
+        made for that.
         """
-        if step in self.building or (self.folder / f"step-{step}").exists():
-            return False
         draft = self.folder / f"{DRAFT}{step}-{PROCESS}"
+        if step in self.building or draft.exists() or (self.folder / f"step-{step}").exists():
+            return False
         held: dict[str, BinaryIO] = {}
         try:
             names = files_of(source)
