@@ -48,6 +48,7 @@ class Rule:
     cold_factor: float = 2.0
     record_factor: float = 4.0
     multi: bool = True
+    noise: bool = True
 
 
 def judge(x: Sequence[float], rule: Rule) -> Verdict | None:
@@ -85,6 +86,13 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
     s, _, _, p = mann_kendall(w[n // 2 :].tolist())
     if not (s > 0 and p < alpha):
         return None
+    if rule.robust and rule.noise and start < 5 * rule.warmup:
+        sd = min(_scatter(half, rule.abs_floor / 100) for half in (w[: n // 2], w[n // 2 :]))
+        sd *= min(1.0, 20 / len(late)) ** 0.5
+        cold = start < rule.warmup
+        lowered = float(np.median(late)) * math.exp(-(2.5 if cold else 1.0) * sd)
+        if not lowered > (rule.abs_floor if cold else rule.ratio * float(np.median(early))):
+            return None
     run = 0
     for i, value in enumerate(w):
         run = run + 1 if value > threshold else 0
@@ -92,3 +100,12 @@ def judge_window(x: Sequence[float], horizon: int | None, alpha: float, rule: Ru
             return Verdict(horizon, threshold, start + i - rule.sustain + 1)
     first = next(i for i in range(n - len(late), n) if w[i] > threshold)
     return Verdict(horizon, threshold, start + first)
+
+
+def _scatter(x: np.ndarray, least: float) -> float:
+    """Standard deviation of log x about its own straight line, of the last 128 numbers."""
+    y = np.log(np.maximum(x[-128:], least))
+    if len(y) < 3:
+        return 0.0
+    t = np.arange(len(y))
+    return float(np.sqrt(np.sum((y - np.polyval(np.polyfit(t, y, 1), t)) ** 2) / (len(y) - 2)))

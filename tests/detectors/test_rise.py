@@ -25,7 +25,7 @@ def rules(config, warmup):
         "multi": multi,
     }
     blowup = Rule(abs_floor=config.abs_floor, warmup=warmup, cold_factor=config.cold_factor, **shared)
-    return blowup, Rule(abs_floor=config.abs_floor * 0.2, warmup=0, record_factor=2.0, **shared)
+    return blowup, Rule(abs_floor=config.abs_floor * 0.2, warmup=0, record_factor=2.0, noise=False, **shared)
 
 
 configs = st.builds(

@@ -14,12 +14,24 @@ from typing import Any, NamedTuple
 
 from kl_guard.config import GuardConfig
 from kl_guard.observation import Observation
-from kl_guard.stats import HorizonWindow, RunningRecord, Series, SlidingMannKendall, fit_hinge, trailing_horizons
+from kl_guard.stats import (
+    HorizonWindow,
+    RunningRecord,
+    Series,
+    SlidingMannKendall,
+    fit_hinge,
+    log_noise,
+    trailing_horizons,
+)
 from kl_guard.stats.horizon import FEWEST
 
 RECORD_FACTOR = 4.0  # of KL_BLOWUP: noise that lasts doubles a record now and then
 GROWTH_RECORD_FACTOR = 2.0  # KL_GROWTH halts nothing, and shall come first
 GROWTH_SHARE = 0.2  # KL_GROWTH: share of abs_floor
+YOUNG = 5  # warm-ups that a window must have before it, until when the record rests on too little
+NOISE, COLD_NOISE = 1.0, 2.5  # standard deviations that the late level is lowered by in a young window, in a cold one
+FULL_NOISE = 20  # numbers in the late part from which on its level is surer than that
+NOISE_ABOVE = 0.01  # share of the floor below which the scatter of KL tells nothing about its level
 LOOK_BACK = 48  # observations before the onset in which the departure is looked for, at least
 CALMER = 0.25  # share of the slope after the knee that the slope before it may have
 GOES_ON = 1.1  # how far above the earlier half of the extremes since the onset the later one must lie
@@ -69,7 +81,8 @@ class RiseMonitor:
     part are above t and the Mann-Kendall test on the second half is rising. Horizons are the last 32, 64, 128, ...
     observations and the whole run, and share alpha; a trailing one must also have its late median above four times the
     highest running median of 5 from before it began (KL_GROWTH: twice). A window that reaches into the warm-up uses a
-    higher floor.
+    higher floor. At the level of KL_BLOWUP the late median of a window from the beginning of the run must also stand
+    out from the noise of log KL (see `_stands_out`).
 
     `push` costs O(1). `critical` and `growth` cost O(log n) amortised for each horizon whose late mean is above the
     floor, and O(1) for the others.
@@ -270,9 +283,27 @@ class RiseMonitor:
         trend = window.trend()
         if not trend.rising(alpha):
             return None
+        if config.robust and level is self._critical and not self._stands_out(window, level):
+            return None
         return Rise(
             window.horizon, window.start, window.late_start, baseline, threshold, late_mean, late_median, trend.p, alpha
         )
+
+    def _stands_out(self, window: HorizonWindow, level: Level) -> bool:
+        """Whether the late median stands out from the noise, where little of the run lies before the window.
+
+        It is lowered by 2.5 standard deviations of log KL and must still be above the plain floor in a window that
+        reaches into the warm-up, where that alone decides; by one, and must still be `ratio` times the baseline, in
+        other windows that begin before five times the warm-up. From 20 numbers in the late part on the deviation
+        shrinks with the root of their number.
+        """
+        if window.start >= YOUNG * self._warmup:
+            return True
+        noise = log_noise(self.series.values, NOISE_ABOVE * level.floor, window.start)
+        noise *= math.sqrt(min(1.0, FULL_NOISE / (len(self) - window.late_start)))
+        if self._cold(window, level):
+            return window.late_median * math.exp(-COLD_NOISE * noise) > level.floor
+        return window.late_median * math.exp(-NOISE * noise) > self._config.ratio * window.early_median
 
 
 def _goes_on(extremes: Sequence[float]) -> bool:

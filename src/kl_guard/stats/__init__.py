@@ -9,6 +9,7 @@ from kl_guard.stats.first import First
 from kl_guard.stats.hinge import Hinge, fit_hinge
 from kl_guard.stats.horizon import HorizonWindow, trailing_horizons
 from kl_guard.stats.mann_kendall import SlidingMannKendall, TrendTest
+from kl_guard.stats.noise import log_noise
 from kl_guard.stats.recent import Recent
 from kl_guard.stats.record import RunningRecord
 from kl_guard.stats.series import Series
@@ -29,5 +30,6 @@ __all__ = [
     "SumWindow",
     "TrendTest",
     "fit_hinge",
+    "log_noise",
     "trailing_horizons",
 ]
