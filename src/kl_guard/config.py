@@ -65,7 +65,7 @@ class GuardConfig:
         "run only, which alarms later the longer the run has been going.",
     )
     robust: bool = _knob(
-        True, "Ask for the late median, the record and the cold factor too; False is the rule as published."
+        True, "Ask for the late median, the record, the noise and the cold factor too; False is the rule as published."
     )
     warmup: int = _knob(
         20, "Observations at the start that KL_GROWTH leaves out, since every run climbs from 0 at first. At least 0."
