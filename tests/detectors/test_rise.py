@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +64,16 @@ def check_every_prefix(config, values):
 def test_equals_the_batch_rule(config, values):
     """Random walks, ties, constants, spikes and rises."""
     check_every_prefix(config, values)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_the_batch_rule_on_noisy_rises_early_in_a_run(seed):
+    """Where the noise of log KL decides: rises that begin before observation 120."""
+    rng = np.random.default_rng(seed)
+    before, doubling, deviation = 10 ** rng.uniform(-2.3, -0.8), rng.uniform(8, 25), rng.uniform(0.3, 0.7)
+    behind = np.clip(np.arange(200) - rng.integers(60, 120), 0, None)
+    values = before * np.exp2(np.minimum(behind / doubling, 5)) * np.exp(rng.normal(0, deviation, 200))
+    check_every_prefix(GuardConfig(abs_floor=0.1), values.tolist())
 
 
 @given(configs, holed_series())
@@ -179,3 +190,12 @@ def test_a_departure_never_lies_after_its_onset():
             finding = first(KLBlowup(), blow_up(start, start + 150, growth=growth))
             assert finding is not None
             assert finding.departure_step <= finding.onset_step <= finding.step
+
+
+def test_rounding_near_zero_is_no_noise():
+    """KL that is next to nothing scatters wildly on a log scale; a jump out of it is said as soon as it has lasted."""
+    rng = np.random.default_rng(3)
+    values = [*(10.0 ** rng.uniform(-6, -3, 30)), *(2.0 + 0.05 * np.arange(20))]
+    finding = first(KLBlowup(), values)
+    assert finding.severity == "critical"
+    assert finding.step <= 36
