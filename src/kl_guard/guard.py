@@ -781,7 +781,7 @@ class KLGuard:
         if memory.unreadable:
             self._warn_once("senseless", f"{self._past.path}: {senseless(memory.unreadable)}")
         if self._past.unreadable:
-            self._journal = None
+            self._journal, memory = None, Memory()
             self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
         root = self.folder.parent
         memory.checkpoints = {s: replace(c, path=os.fspath(root / c.path)) for s, c in memory.checkpoints.items()}
