@@ -30,7 +30,6 @@ DISTRIBUTIONS = (
     "trl",
     "accelerate",
     "lightning",
-    "sortedcontainers",
     "rich",
 )
 

@@ -35,6 +35,7 @@ NAMES = {
     "entropy": "entropy",
     "grad_norm": "grad norm",
     "learning_rate": "learning rate",
+    "beta": "beta",
     "padding": "padding tokens\ncounted",
     "id_share": "share on\none token id",
     "top_share": "share on a\nthousandth",
@@ -83,6 +84,10 @@ PICTURES: dict[str, Picture] = {
     ),
     "kl_saturated": Picture("KL_SATURATED", [Panel(["kl_max", "kl_mean"]), Panel(["reward"])]),
     "kl_plateau": Picture("KL_PLATEAU", [Panel(["kl_mean"], lines={1.0: "plateau_level"}), Panel(["reward"])]),
+    "kl_spikes": Picture(
+        "KL_SPIKES", [Panel(["kl_max", "kl_mean"], log=True, lines={0.5: "abs_floor"}), Panel(["reward"])]
+    ),
+    "beta_runaway": Picture("BETA_RUNAWAY", [Panel(["beta"], log=True), LOG_KL, Panel(["grad_norm"], log=True)]),
     "reference_mismatch": Picture("REFERENCE_MISMATCH", [Panel(["kl_mean"], lines={0.1: "0.1"})], beside="healthy"),
     "reference_changed": Picture("REFERENCE_CHANGED", [Panel(["kl_mean"]), Panel(["reference_checksum"])]),
     "reference_reset": Picture(
@@ -211,12 +216,13 @@ def _fill(area: Any, panel: Panel, picture: Picture, name: str) -> None:
             label = NAMES[metric].replace("\n", " ") if several else picture.attempts[int(attempt)]
             line = "-" if attempt == attempts[-1] else "--"
             area.plot(*points, color=colour, linewidth=1.6, label=label, linestyle=line)
-        broken = [row["step"] for row in rows if not math.isfinite(row.get(metric, 0.0))]
+        broken = {row["step"]: row[metric] for row in rows if not math.isfinite(row.get(metric, 0.0))}
         if broken:
-            area.plot(broken, [0.06] * len(broken), "x", color=BAD, transform=area.get_xaxis_transform())
+            first = next(iter(broken))
+            area.plot([*broken], [0.06] * len(broken), "x", color=BAD, transform=area.get_xaxis_transform())
             area.annotate(
-                "NaN",
-                (broken[0], 0.06),
+                "NaN" if math.isnan(broken[first]) else "infinite",
+                (first, 0.06),
                 xycoords=("data", "axes fraction"),
                 xytext=(-7, 0),
                 textcoords="offset points",

@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,8 @@ def _loop(
     rewards_of: Callable[[list[str], list[str]], torch.Tensor] = _rewards,
     mask_truncated: bool = False,
     wrong_optimizer: bool = False,
+    mixed_up_at: Collection[int] = (),
+    next_beta: Callable[[float, float], float] | None = None,
 ) -> Rows:
     """Train the toy policy; return what a loop would log."""
     torch.manual_seed(0)
@@ -216,6 +218,8 @@ def _loop(
         with torch.no_grad():
             ids, attention, start, mask = sample(reference if stale_sampler else policy, tokenizer, texts)
             by_reference = logprobs_of(reference, ids, attention, start)
+            if step in mixed_up_at:
+                by_reference = by_reference.roll(1, 0)
         completions = tokenizer.batch_decode(ids[:, start:], skip_special_tokens=True)
         if mask_truncated:
             mask &= (ids[:, start:] == tokenizer.eos_token_id).any(1, keepdim=True)
@@ -244,6 +248,8 @@ def _loop(
                 "beta": beta,
             }
         )
+        if next_beta is not None:
+            beta = next_beta(beta, rows[-1]["kl_mean"])
         if not all(torch.isfinite(parameter).all() for parameter in policy.parameters()):
             break  # there is nothing left to sample from
     return rows
@@ -261,6 +267,16 @@ def kl_nonfinite(fitted: str, folder: Path) -> Rows:
         return torch.tensor([float(len(completion.split())) for completion in completions])
 
     return _loop(fitted, steps=120, learning_rate=1e-4, beta=0.1, rewards_of=long_ones, mask_truncated=True)
+
+
+def kl_spikes(fitted: str, folder: Path) -> Rows:
+    """At steps 30, 47 and 61 the reference's log-probs come back in another order than the completions went out."""
+    return _loop(fitted, steps=80, learning_rate=3e-4, mixed_up_at={30, 47, 61})
+
+
+def beta_runaway(fitted: str, folder: Path) -> Rows:
+    """Beta is doubled after each step whose KL is above a target of 0.001, with no bound."""
+    return _loop(fitted, steps=80, beta=0.05, next_beta=lambda beta, kl: beta * 2.0 if kl > 0.001 else beta / 2.0)
 
 
 def kl_saturated(fitted: str, folder: Path) -> Rows:
@@ -327,6 +343,8 @@ RUNS: dict[str, Callable[[str, Path], Rows]] = {
     "kl_nonfinite": kl_nonfinite,
     "kl_missing": kl_missing,
     "kl_frozen": kl_frozen,
+    "kl_spikes": kl_spikes,
+    "beta_runaway": beta_runaway,
     "kl_negative": kl_negative,
     "kl_saturated": kl_saturated,
     "kl_plateau": kl_plateau,

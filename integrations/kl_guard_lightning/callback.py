@@ -14,13 +14,14 @@ import torch
 
 from kl_guard import Checkpoint, Decision, GuardConfig, KLGuard, KLGuardHalted
 from kl_guard.alerts import Alerts, OnIncident
+from kl_guard.token_keeper import TokenText
 from kl_guard.token_stats import TokenStats
 from kl_guard_lightning import internals
 from kl_guard_lightning.base import Callback
 from kl_guard_lightning.keeping import Keeping
 from kl_guard_lightning.limits import expected_steps, limits
 from kl_guard_lightning.logged import Logged, Usual
-from kl_guard_lightning.saves import to_load
+from kl_guard_lightning.saves import is_whole, local, to_load
 from kl_guard_lightning.stop import Stop
 from kl_guard_lightning.tokens import Tokens
 from kl_guard_lightning.way_back import GoingBack, OnRollback, WayBack
@@ -30,6 +31,7 @@ from kl_guard_torch.dropout import dropping, some
 from kl_guard_torch.facts import RestoreFailed
 from kl_guard_torch.faults import Faults
 from kl_guard_torch.rng import random_state, set_random_state
+from kl_guard_torch.watch import checked_ids
 
 logger = logging.getLogger("kl_guard")
 
@@ -61,6 +63,11 @@ class KLGuardCallback(Callback):
         Called with a `RollbackContext` after each rollback, to change what is to be done otherwise in the place of
         `lr_factor` and `new_noise`. The weight of a KL penalty is the module's own: this is the place to raise it, and
         in a buffer of the module it is saved with the checkpoints to come.
+    special_ids:
+        Ids of tokens that are no content, such as `tokenizer.all_special_ids`: KL without them is told as well, where
+        `training_step` returns `token_ids`.
+    token_text:
+        Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`.
     alerts, on_incident:
         Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
         with an `Incident`.
@@ -97,6 +104,8 @@ class KLGuardCallback(Callback):
         kl_max: str = Usual("kl_max"),
         output_dir: str | os.PathLike[str] | None = None,
         on_rollback: OnRollback | None = None,
+        special_ids: Iterable[int] = (),
+        token_text: TokenText | None = None,
         alerts: Iterable[str] | str | None = None,
         on_incident: OnIncident | None = None,
         **overrides: Any,
@@ -119,7 +128,8 @@ class KLGuardCallback(Callback):
         self.keeping = Keeping(self.config, self._faults)
         self._stop = Stop()
         self._logged = Logged(kl_mean, kl_max)
-        self._tokens = Tokens(self._faults, self.config.outlier_top_k)
+        self._tokens = Tokens(self._faults, self.config.outlier_top_k, checked_ids(special_ids))
+        self._token_text = token_text
         self._trainer: Any = None
         self._goes_back = False
         self._step = 0  # the last optimizer step that was observed
@@ -131,6 +141,7 @@ class KLGuardCallback(Callback):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as for a process that is spawned, has the same configuration and knows of no trainer and no run."""
         given: dict[str, Any] = {**self._logged.asked, "output_dir": self._output_dir, "on_rollback": self.on_rollback}
+        given |= {"special_ids": self._tokens.special_ids, "token_text": self._token_text}
         return functools.partial(type(self), **given), (self.config,)
 
     @property
@@ -268,6 +279,7 @@ class KLGuardCallback(Callback):
             output_dir=self.output_dir(trainer),
             rank=int(trainer.global_rank),
             expected_observations=expected,
+            token_text=self._token_text,
             alerts=self._alerts,
         )
 
@@ -303,7 +315,16 @@ class KLGuardCallback(Callback):
             for line in limits(trainer, self.config, guard.folder, why_not_back):
                 logger.warning("kl-guard: %s", line)
         if step > 0 or trainer.ckpt_path is not None:
-            guard.resumed(step)
+            guard.resumed(step, present=self._resumed_from(trainer, guard, step))
+
+    def _resumed_from(self, trainer: Any, guard: KLGuard, step: int) -> dict[int, Path]:
+        """Return the checkpoint that was loaded, where it is one of the run's own, not of the guard's."""
+        path = None if trainer.ckpt_path is None else local(trainer.ckpt_path)
+        root = self.output_dir(trainer)
+        if step == 0 or path is None or root is None or guard.folder is None or not is_whole(path):
+            return {}
+        path, kept = path.resolve(), guard.folder.resolve()
+        return {step: path} if path.is_relative_to(root.resolve()) and not path.is_relative_to(kept) else {}
 
     def _restore_random_state(self) -> None:
         if self._loaded is None:
@@ -385,6 +406,7 @@ class KLGuardCallback(Callback):
             last = guard.history[-1]
             figures |= {"kl_mean": last.kl_mean, "kl_max": last.kl_max, "kl_token_mean": stats.kl_token_mean}
             figures |= {"log_ratio_max": stats.log_ratio_extreme, "top_share": stats.top_share}
+            figures["kl_without_special"] = stats.kl_without_special
         for name, value in figures.items():
             if value is not None:
                 pl_module.log(f"kl_guard/{name}", value, on_step=True, on_epoch=False)

@@ -63,7 +63,7 @@ class Saves:
                 raise
             if aside is not None:
                 self._faults.guarded(_remove, aside)
-            path = self._faults.guarded(_local, filepath)
+            path = self._faults.guarded(local, filepath)
             if path is not None and not weights_only:
                 self.written.pop(path, None)
                 self.written[path] = int(trainer.global_step)
@@ -117,7 +117,7 @@ def reads_plainly(path: Path) -> bool:
     return True
 
 
-def _local(path: Any) -> Path | None:
+def local(path: Any) -> Path | None:
     """Return a path on this machine, made absolute; None for one elsewhere, such as s3://."""
     text = os.fspath(path)
     return None if "://" in text else Path(text).absolute()
@@ -125,7 +125,7 @@ def _local(path: Any) -> Path | None:
 
 def _out_of_the_way(filepath: Any) -> Path | None:
     """Rename a checkpoint whose files have other names too, before it is written over; return where it is now."""
-    path = _local(filepath)
+    path = local(filepath)
     if path is None or path.is_symlink() or not path.exists():
         return None
     if all((base_of(path) / name).stat().st_nlink < 2 for name in files_of(path)):
@@ -143,6 +143,6 @@ def _remove(aside: Path) -> None:
 
 def _back(aside: Path, filepath: Any) -> None:
     """Put a file back where its successor could not be written."""
-    path = _local(filepath)
+    path = local(filepath)
     if path is not None and not path.exists():
         aside.replace(path)

@@ -27,10 +27,13 @@ class Tokens:
         Keeps faults of the guard inside.
     top_k:
         How many of the tokens with the largest KL are kept.
+    special_ids:
+        Ids of tokens that are no content.
     """
 
     faults: Faults
     top_k: int
+    special_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._batches: list[TokenSummary] = []
@@ -45,7 +48,8 @@ class Tokens:
         if not isinstance(outputs, Mapping) or any(not isinstance(outputs.get(n), torch.Tensor) for n in NEEDED):
             return
         policy, reference, mask = (outputs[name] for name in NEEDED)
-        self._batches.append(summarize_tokens(policy, reference, mask, outputs.get("token_ids"), self.top_k))
+        ids = outputs.get("token_ids")
+        self._batches.append(summarize_tokens(policy, reference, mask, ids, self.top_k, special_ids=self.special_ids))
 
     def end_step(self) -> TokenStats | None:
         """Return the tokens of the step, of all ranks together, and begin anew. Every process must call this."""

@@ -28,7 +28,7 @@ from kl_guard_torch.faults import Faults
 from kl_guard_torch.room import why_no_room
 from kl_guard_torch.saves import Saves
 from kl_guard_torch.state import TrainingState
-from kl_guard_torch.watch import NAMES, TokenWatch
+from kl_guard_torch.watch import NAMES, TokenWatch, checked_ids
 from kl_guard_torch.way_back import WayBack
 
 logger = logging.getLogger("kl_guard")
@@ -67,6 +67,9 @@ class TorchGuard:
         How many steps the whole run will make, where known: short runs get a shorter warm-up.
     token_text:
         Gives the text of a token id, such as a tokenizer's `convert_ids_to_tokens`.
+    special_ids:
+        Ids of tokens that are no content, such as `tokenizer.all_special_ids`: of tokens given with their ids, KL
+        without these is told as well.
     alerts, on_incident:
         Who hears of each incident: apprise URLs (those in `KL_GUARD_ALERTS` where None), and a function that is called
         with an `Incident`.
@@ -115,6 +118,7 @@ class TorchGuard:
         on_rollback: Callable[[RollbackContext], Any] | None = None,
         expected_steps: int | None = None,
         token_text: TokenText | None = None,
+        special_ids: Iterable[int] = (),
         alerts: Iterable[str] | str | None = None,
         on_incident: OnIncident | None = None,
         **overrides: Any,
@@ -163,7 +167,7 @@ class TorchGuard:
         self._way = None
         if self._state is not None and self._saves is not None:
             self._way = WayBack(self._state, self._saves, self.guard, self._faults, on_rollback)
-        self._watch = TokenWatch(config.outlier_top_k, self._faults.fault)
+        self._watch = TokenWatch(config.outlier_top_k, self._faults.fault, checked_ids(special_ids))
         self._at: int | None = None
         self._saved_once = False
         self._looked = False  # at which modules drop out

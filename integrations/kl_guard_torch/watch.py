@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,6 +19,20 @@ NAMES = ("policy_logprobs", "ref_logprobs", "mask", "token_ids")
 NEEDED = NAMES[:3]
 
 
+def checked_ids(special_ids: Iterable[int]) -> tuple[int, ...]:
+    """Return ids of special tokens, the smallest first.
+
+    Raises
+    ------
+    TypeError
+        For what are none.
+    """
+    try:
+        return tuple(sorted({operator.index(one) for one in special_ids}))
+    except TypeError:
+        raise TypeError(f"special_ids must be token ids, whole numbers, got {special_ids!r}") from None
+
+
 class TokenWatch:
     """Collects the tokens of the micro-batches of a step.
 
@@ -27,17 +42,22 @@ class TokenWatch:
         How many outlier tokens are kept.
     fault:
         Told of a fault in summing up; it never reaches the loss.
+    special_ids:
+        Ids of tokens that are no content.
     """
 
-    def __init__(self, top_k: int, fault: Callable[[str], None]) -> None:
+    def __init__(self, top_k: int, fault: Callable[[str], None], special_ids: tuple[int, ...] = ()) -> None:
         self._top_k = top_k
+        self._special_ids = special_ids
         self._fault = fault
         self._parts: list[TokenSummary] = []
 
     def add(self, policy_logprobs: Any, ref_logprobs: Any, mask: Any, token_ids: Any = None) -> None:
         """Take in one batch; see `summarize_tokens` for shapes."""
         try:
-            summary = summarize_tokens(policy_logprobs, ref_logprobs, mask, token_ids, top_k=self._top_k)
+            summary = summarize_tokens(
+                policy_logprobs, ref_logprobs, mask, token_ids, self._top_k, special_ids=self._special_ids
+            )
             self._parts.append(summary.fetch())
         except Exception:
             self._fault("summing up tokens")

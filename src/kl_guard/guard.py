@@ -34,6 +34,7 @@ from kl_guard.token_keeper import TokenKeeper, TokenText
 from kl_guard.token_stats import TokenStats, metrics_of
 from kl_guard.trainer_log import TrainerLog
 from kl_guard.versions import versions
+from kl_guard.weak import weakly
 
 logger = logging.getLogger("kl_guard")
 
@@ -113,13 +114,14 @@ class KLGuard:
         self.blind = False
         self._memory = Memory()
         self._announces = announce and self.rank == 0
-        self._journal = Journal(self.folder, self._retell) if self.folder is not None and self.rank == 0 else None
+        retell, warn_once = weakly(self._retell, ()), weakly(self._warn_once, None)
+        self._journal = Journal(self.folder, retell) if self.folder is not None and self.rank == 0 else None
         self._past = None if self.folder is None else Journal(self.folder)  # to be read, on every rank
-        self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=self._warn_once)
+        self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=warn_once)
         shown = on_terminal if self._announces else unseen
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints, shown=shown)
         self._panel = self._new_panel()
-        self._trainer_log = TrainerLog(self._warn_once)
+        self._trainer_log = TrainerLog(warn_once)
         self._resumed: Return | None = None
         self._begun = False
         self._standing: Decision | None = None
@@ -512,7 +514,8 @@ class KLGuard:
 
     def _new_panel(self) -> Panel:
         warmup = self.config.warmup_of(self.expected_observations)
-        return Panel(self.config, warmup, lambda name: self._fail(f"{name}, which is off from now on"))
+        fail = weakly(self._fail, None)
+        return Panel(self.config, warmup, lambda name: fail(f"{name}, which is off from now on"))
 
     def _watch(self, kind: KLKind) -> None:
         """Judge KL as one of this kind from the start, unless the config names another than the default."""
@@ -729,7 +732,7 @@ class KLGuard:
         self._write_run()
         self.checkpoints.begin(self.run_id, writes=self._writes())
 
-    def _retell(self) -> Iterator[dict[str, Any]]:
+    def _retell(self) -> Iterable[Mapping[str, Any]]:
         """Yield records that add up to what is known of the run."""
         yield {"type": "run", **self._run_facts()}
         for record in retell(self._memory):
@@ -778,7 +781,7 @@ class KLGuard:
         if memory.unreadable:
             self._warn_once("senseless", f"{self._past.path}: {senseless(memory.unreadable)}")
         if self._past.unreadable:
-            self._journal = None
+            self._journal, memory = None, Memory()
             self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
         root = self.folder.parent
         memory.checkpoints = {s: replace(c, path=os.fspath(root / c.path)) for s, c in memory.checkpoints.items()}

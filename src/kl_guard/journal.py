@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,12 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
     OSError
         If the file cannot be opened.
     """
-    records: list[dict[str, Any]] = []
     notes: list[str] = []
+    return list(records_of(path, notes)), notes
+
+
+def records_of(path: str | os.PathLike[str], notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of a journal, as `read_journal` returns them, and put its notes into `notes`."""
     before = b""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -44,10 +48,10 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
                 record = json.loads(line)
                 if not isinstance(record, dict) or not isinstance(record.get("type"), str):
                     raise ValueError("not a journal record")
-                records.append(record)
             except (ValueError, RecursionError):
                 notes.append(f"{path}: line {number} is torn or not a record; it is left out")
-    return records, notes
+            else:
+                yield record
 
 
 class Journal:
@@ -111,24 +115,24 @@ class Journal:
             self._complain(error)
         return not self.locked_out
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return the records on disk, [] where there are none; unreadable lines are logged, each once.
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the records on disk, none where there are none; unreadable lines are logged at the end, each once.
 
         Where the file is there and cannot be read, `unreadable` is set: what it holds is not known, not nothing.
         """
+        notes: list[str] = []
         try:
-            records, notes = read_journal(self.path)
+            yield from records_of(self.path, notes)
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             self.unreadable = True
             logger.warning("kl-guard: %s cannot be read (%s)", self.path, error)
-            return []
+            return
         for note in notes:
             if note not in self._noted:
                 self._noted.add(note)
                 logger.warning("kl-guard: %s", note)
-        return records
 
     def archive(self) -> None:
         """Move a journal of an earlier run aside, under its run id, so that a new one can begin."""

@@ -21,6 +21,7 @@ _to_line = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str)
 
 RECENT = 2**21  # bytes at the end of a file that are read back
 UNWRITTEN = 10_000  # lines kept in memory while the disk refuses them
+RESTING = 1_000  # lines that wait for a slow disk, at most
 SLOW = 0.02  # seconds that a write may take; the third in a row that takes longer is one too many
 SLOW_SHARE = 0.01  # of the time, that goes into writing to a slow disk
 
@@ -47,8 +48,8 @@ class LinesFile:
     """A file that lines are appended to, opened when first needed; what the disk refuses is an OSError.
 
     A line that was cut short, by a full disk or a killed process, is finished off by a newline, never continued. Lines
-    that the disk refuses wait in memory (the last 10,000), and so do lines for a slow disk, so that no more than a
-    hundredth of the time goes into writing.
+    that the disk refuses wait in memory (the last 10,000), and so do lines for a slow disk (up to 1,000), so that no
+    more than a hundredth of the time goes into writing.
 
     Parameters
     ----------
@@ -92,7 +93,7 @@ class LinesFile:
     def flush(self, *, sync: bool = False) -> None:
         """Write what waits, where the disk is not too slow for it; with `sync` all is on the disk afterwards."""
         try:
-            if self._waiting and (sync or time.monotonic() >= self._rests_until):
+            if self._waiting and (sync or len(self._waiting) >= RESTING or time.monotonic() >= self._rests_until):
                 self._write()
             if sync and self._file is not None:
                 os.fsync(self._file)

@@ -48,7 +48,8 @@ class Memory:
     `mid_run` says that the history does not reach back to the beginning of the run, `since_rollback` how many
     observations there were since the last rollback, `pending` to which step a rollback was decided and not made yet,
     `told_at` at which steps there were findings, in any attempt, `alerted` the keys of incidents that were sent
-    (`Incident.key`): they stay, wherever the run goes back to.
+    (`Incident.key`): they stay, wherever the run goes back to, but for halts. Who resumes a run behind a halt wants to
+    hear of the next one, also where it is at the same step.
     """
 
     run_id: str | None = None
@@ -74,6 +75,7 @@ class Memory:
         self.history.truncate(step)
         self.findings = [f for f in self.findings if f.step <= step]
         self.checkpoints = {s: c for s, c in self.checkpoints.items() if s <= step}
+        self.alerted = {key for key in self.alerted if key[3] != "halt" or key[1] <= step}
         self.pending = self.pending_failure = None
         if self.returned is not None and step < self.returned.step:
             self.returned = None

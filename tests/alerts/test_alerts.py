@@ -76,21 +76,65 @@ def test_going_back_and_failing_at_it(tmp_path, service):
     assert "The run was halted: the weights differ from those that were saved." in service.posts[1]["message"]
 
 
-def test_the_same_incident_is_told_once(tmp_path, service):
+def test_what_stops_nothing_is_told_once(tmp_path, service):
     """Not again by the same process, nor by later ones that go through the same steps of the same run."""
+    speaks = GuardConfig(action="warn")
     for attempt in range(3):
-        guard = KLGuard(output_dir=tmp_path, alerts=[service.url])
+        guard = KLGuard(speaks, output_dir=tmp_path, alerts=[service.url])
         if attempt:
             guard.resumed(40)
-        assert run(guard, start=41 if attempt else 1).reason.step == FIRED
+        run(guard, start=41 if attempt else 1)
         guard.resumed(40)
-        assert run(guard, start=41)
+        run(guard, start=41)
+        assert "KL_BLOWUP" in [finding.signature for finding in guard.findings]
         guard.close()
-    assert service.titles == [f"KL_BLOWUP: halted at step {FIRED}"]
-    fresh = KLGuard(output_dir=tmp_path, alerts=[service.url])
+    assert service.titles == [f"KL_BLOWUP: critical at step {FIRED}"]
+    fresh = KLGuard(speaks, output_dir=tmp_path, alerts=[service.url])
     run(fresh)
     fresh.close()
     assert len(service.posts) == 2  # another run in the same folder
+
+
+def test_each_halt_is_told(tmp_path, service):
+    """Who resumed the run takes it to be training: that it was halted again, at the same step too, is news.
+
+    Whether this process resumes or another one; but a halt that stands is told once, whatever is observed behind it.
+    """
+    for process in range(2):
+        guard = KLGuard(output_dir=tmp_path, alerts=[service.url])
+        if process:
+            guard.resumed(40)
+        assert run(guard, start=41 if process else 1).reason.step == FIRED
+        guard.observe(step=FIRED + 1, kl_mean=50.0)
+        guard.resumed(40)
+        assert run(guard, start=41).reason.step == FIRED
+        guard.close()
+    assert service.titles == [f"KL_BLOWUP: halted at step {FIRED}"] * 4
+
+
+def test_a_rollback_that_is_finished_by_another_process(tmp_path, service):
+    """The decision was told by the one that was killed."""
+    folder = tmp_path / "checkpoint-20"
+    folder.mkdir()
+    (folder / "weights.bin").write_bytes(b"weights")
+    guard = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, alerts=[service.url])
+    run(guard, VALUES[:20])
+    guard.checkpoint_saved(20, folder)
+    assert run(guard, start=21).action == "rollback"
+    guard.close()
+    later = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, alerts=[service.url])
+    later.resumed(20)  # instead of finishing it
+    assert run(later, start=21).action == "rollback"
+    later.close()
+    assert service.titles == [f"KL_BLOWUP: going back at step {FIRED}"]
+
+
+def test_a_warning_that_would_halt_is_called_one(service):
+    """With `halt_on="warn"`, where nothing is done about it."""
+    guard = KLGuard(GuardConfig(action="warn", halt_on="warn"), alerts=[service.url])
+    run(guard)
+    guard.close()
+    assert [title.partition(" at ")[0] for title in service.titles] == ["KL_GROWTH: warn", "KL_BLOWUP: critical"]
 
 
 def test_what_was_not_asked_for_then_is_told_later(tmp_path, service):

@@ -345,7 +345,7 @@ def test_a_journal_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kl_guard.journal.read_journal", broken)
+        patch.setattr("kl_guard.journal.records_of", broken)
         again = KLGuard(GuardConfig(action="rollback"), output_dir=tmp_path, announce=False)
         again.resumed(20)
         again.observe(21, 0.02)

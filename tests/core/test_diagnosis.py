@@ -3,8 +3,10 @@
 import math
 
 import pytest
+import torch
 
 from kl_guard import GuardConfig, KLGuard, Observation
+from kl_guard.tokens import summarize_tokens
 from streams import blow_up
 
 
@@ -105,6 +107,78 @@ def test_causes_of_nonfinite_steps():
     assert decision.reason.causes[0].name == "exp of a log-ratio overflowed"
     lone = KLGuard(announce=False).observe(1, 0.0007, grad_norm=math.nan, reward_std=math.nan)
     assert lone.reason.causes[0].name == "the batch has no advantages"
+
+
+def last_causes(*observations):
+    """The causes of the last finding about these."""
+    guard = KLGuard(announce=False)
+    for step, known in enumerate(observations, start=1):
+        guard.take(Observation(step, **known))
+    return guard.findings[-1].causes
+
+
+SOUND = {"kl_mean": 0.1, "kl_max": 2.0, "loss": 1.0, "grad_norm": 5.0, "learning_rate": 1e-4}
+BROKEN = {**SOUND, "kl_mean": math.nan, "kl_max": math.nan, "loss": math.nan, "grad_norm": math.nan}
+
+
+def test_nan_out_of_sound_numbers():
+    """0/0 in one batch, as where all of it is masked; not where gradients grew, or something was infinite."""
+    first = last_causes(*[SOUND] * 20, BROKEN)[0]
+    assert first.name == "a batch breaks the loss"
+    assert "at step 21, out of sound numbers (KL 0.1 right before)" in first.evidence
+    assert "masked" in first.remedy
+    grown = [{**SOUND, "grad_norm": 5.0 * 1.5**k} for k in range(20)]
+    assert last_causes(*grown, BROKEN)[0].name == "the learning rate is too high"
+    infinite = {**BROKEN, "kl_mean": math.inf, "loss": math.inf}
+    assert last_causes(*[SOUND] * 20, infinite)[0].name == "exp of a log-ratio overflowed"
+    assert last_causes(BROKEN)[0].name == "the learning rate is too high"  # nothing was sound before
+
+
+def test_a_batch_without_tokens():
+    """Where the tokens are observed it is certain."""
+    guard = KLGuard(announce=False)
+    logprobs = torch.full((2, 5), -1.0)
+    for step in range(1, 5):
+        mask = torch.ones(2, 5) if step < 4 else torch.zeros(2, 5)
+        tokens = summarize_tokens(logprobs, logprobs - 0.1, mask)
+        guard.observe(step, tokens=tokens, loss=1.0 if step < 4 else math.nan, grad_norm=5.0 if step < 4 else math.nan)
+    assert guard.decision.reason.signature == "KL_NONFINITE"
+    assert guard.decision.reason.causes[0].name == "every completion of the batch is masked"
+
+
+def test_gradients_that_a_runaway_beta_broke():
+    """Also while it is still finite; nobody is told to raise it further."""
+    steps = [{**SOUND, "beta": 0.05 * 4.0**k} for k in range(30)]
+    names = [c.name for c in last_causes(*steps, *[{**steps[-1], "grad_norm": math.inf}] * 3)]
+    assert names[0] == "what adapts beta has lost hold of it"
+    assert "the KL penalty is too weak" not in names
+
+
+def test_a_log_that_tells_of_outlier_tokens():
+    """Which tokens they are is not in it, but that it is them."""
+    steady = {**SOUND, "id_of_share": 1.0, "id_share": 0.6}
+    outlying = {**SOUND, "kl_max": 83.0, "top_share": 0.96, "id_of_share": 12.0, "id_share": 0.96}
+    found = last_causes(*[steady] * 14, {**steady, "id_share": 0.3}, outlying)
+    assert found[0].name == "a few tokens carry the KL, not the policy at large"
+    assert found[0].evidence == "96% of it sits on a thousandth of the tokens; which ones is not known"
+    assert not any("id 1" in cause.evidence for cause in found)  # the 96 % are another one's
+
+
+@pytest.mark.parametrize(("kl_max", "name"), [(76.3, "a few log-ratios leave"), (1e9, "exp of a log-ratio overflowed")])
+def test_causes_of_a_spike(kl_max, name):
+    """What did not overflow is not called so."""
+    spike = {"kl_mean": 5.0, "kl_max": kl_max}
+    assert last_causes(*[SOUND] * 8, spike, SOUND, SOUND)[0].name.startswith(name)
+
+
+def test_a_reference_that_changes_is_said_in_words():
+    """Looked at twice, and more often."""
+    looks = [{**SOUND, "reference_checksum": value} for value in (1.0, 2.0)]
+    assert last_causes(*looks)[0].evidence == "its parameters had changed by step 2, when they were looked at again"
+    looks = [{**SOUND, "reference_checksum": 1.0}] * 3 + looks[1:]
+    assert last_causes(*looks)[0].evidence == (
+        "its parameters had changed at 1 of the 3 looks after the first one, to begin with by step 4"
+    )
 
 
 def test_a_finding_without_any_settings_still_has_a_cause():

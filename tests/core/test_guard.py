@@ -1,14 +1,17 @@
 """KLGuard: order of events, steps, decisions, faults."""
 
+import gc
 import json
 import logging
 import math
 import shutil
+import weakref
 
 import pytest
 
 from kl_guard import GuardConfig, KLGuard, Observation
 from kl_guard.detectors import KLBlowup, KLGrowth
+from some_tokens import stats
 from streams import blow_up
 
 
@@ -520,3 +523,20 @@ def test_causes_after_a_rollback_are_of_this_attempt(tmp_path):
     text = " ".join(cause.evidence + cause.remedy for cause in decision.reason.causes)
     assert "0.0001" not in text
     assert "it was 0.01 at the departure" in text
+
+
+def test_a_guard_is_freed_with_its_last_reference(tmp_path):
+    """Not by the garbage collector some time: a notebook that begins run after run does not hold their histories."""
+    gc.disable()
+    try:
+        guard = KLGuard(output_dir=tmp_path, announce=False)
+        for step, value in enumerate(blow_up(), start=1):
+            guard.observe(step, value, tokens=stats())
+        guard.resumed(10)
+        guard.log({"kl": 0.02}, step=11)
+        guard.close()
+        reference = weakref.ref(guard)
+        del guard
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -267,7 +267,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
 def test_reading_and_writing_alone(tmp_path):
     """The journal as such: write, close, read."""
     journal = Journal(tmp_path / "deep" / "er")
-    assert journal.read() == []
+    assert list(journal.read()) == []
     journal.write({"type": "run", "run_id": "a/../b"}, sync=True)
     journal.archive()
     journal.close()

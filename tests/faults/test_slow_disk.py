@@ -87,3 +87,22 @@ def test_a_disk_that_is_fast_again_is_written_at_once(tmp_path, monkeypatch):
     guard.observe(11, 0.02)
     guard.observe(12, 0.02)
     assert steps_in(tmp_path) == list(range(1, 13))
+
+
+def test_more_lines_than_fit_into_memory_while_a_disk_rests(tmp_path, monkeypatch):
+    """A fast loop on a slow disk: none of 25,000 observations is lost, and few writes are made."""
+    now, real, writes = [0.0], os.write, []
+    monkeypatch.setattr("kl_guard.lines.time.monotonic", lambda: now[0])
+
+    def slow(fd, data):
+        now[0] += 1.0
+        writes.append(len(data))
+        return real(fd, data)
+
+    monkeypatch.setattr("kl_guard.lines.os.write", slow)
+    guard = KLGuard(output_dir=tmp_path, announce=False)
+    for step in range(1, 25_001):
+        guard.observe(step, 0.02)
+    guard.close()
+    assert len(writes) < 40
+    assert steps_in(tmp_path) == list(range(1, 25_001))

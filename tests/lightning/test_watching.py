@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
+from pathlib import Path
+
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from kl_guard import replay
+from kl_guard.journal import read_journal
 from kl_guard.tokens import summarize_tokens
 from kl_guard_lightning import KLGuardCallback, fit_with_rollback
+from kl_guard_torch import TorchGuard
 from lightning_runs import Numbers, Policy, Record, Resumable, each, loader, said, trainer_of
 from streams import blow_up
 
@@ -147,6 +154,34 @@ def test_tokens_of_a_step_are_summed_up(tmp_path):
     assert last.kl_max == pytest.approx(expected.kl_max)
     assert float(trainer.callback_metrics["kl_guard/kl_max"]) == pytest.approx(expected.kl_max)
     assert last.id_of_share == 7
+    assert "kl_guard/kl_without_special" not in trainer.callback_metrics
+
+
+def test_special_tokens_are_told_apart(tmp_path):
+    """KL without them is what loggers see, and an outlier has its text."""
+    policy = torch.full((2, 4), -1.0)
+    reference = policy - torch.tensor([0.1, 0.1, 0.1, 3.0])
+    ids = torch.tensor([[5, 6, 7, 2]] * 2)
+    module = Policy(name=None)
+    module.extra = {"policy_logprobs": policy, "ref_logprobs": reference, "mask": ids > 0, "token_ids": ids}
+    guard = KLGuardCallback(action="warn", special_ids=[2, 3], token_text=lambda token_id: f"<{token_id}>")
+    trainer = trainer_of(tmp_path, [guard], max_steps=2)
+    trainer.fit(module, loader())
+    expected = summarize_tokens(policy, reference, ids > 0, ids, special_ids=[2, 3]).read()
+    assert expected.kl_without_special < 0.01 < expected.kl_token_mean
+    assert float(trainer.callback_metrics["kl_guard/kl_without_special"]) == pytest.approx(expected.kl_without_special)
+    assert guard.guard.outliers.at(2)[0].text == "<2>"
+    copy = pickle.loads(pickle.dumps(KLGuardCallback(special_ids=[2, 3], token_text=chr)))
+    assert (copy._tokens.special_ids, copy._token_text) == ((2, 3), chr)
+
+
+@pytest.mark.parametrize("ids", [7, "12", [1.5], [None]])
+def test_special_ids_are_ids(ids):
+    """Refused where they are set."""
+    with pytest.raises(TypeError, match="special_ids must be token ids, whole numbers, got"):
+        KLGuardCallback(special_ids=ids)
+    with pytest.raises(TypeError, match="special_ids must be token ids, whole numbers, got"):
+        TorchGuard(special_ids=ids)
 
 
 def test_tokens_that_make_no_sense_cost_nothing(tmp_path, caplog):
@@ -191,6 +226,52 @@ def test_a_resumed_run_remembers(tmp_path):
     assert guards[1].decision.reason.step == replay(series).fired_at == trainer.global_step
     assert list(guards[1].guard.history.column("kl_mean")) == series[: trainer.global_step]
     assert guards[1].guard.run_id == guards[0].guard.run_id
+
+
+@pytest.mark.parametrize("fit", [pl.Trainer.fit, fit_with_rollback])
+def test_a_checkpoint_that_a_kill_kept_from_the_guard(tmp_path, fit):
+    """Written, and the process dies before the guard is told: it is taken note of, and pinned, once resumed from."""
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(path):
+        if path.name == "step=10.ckpt":
+            raise KilledError
+
+    first = KLGuardCallback(action="rollback")
+    told, first.keeping.saves._saved = first.keeping.saves._saved, lambda path: (killed(path), told(path))
+    trainer = trainer_of(tmp_path, [first, each(5, dirpath=tmp_path / "saved")])
+    with pytest.raises(KilledError):
+        fit(trainer, Policy(), Resumable())
+    first.guard.close()
+    journal, _ = read_journal(tmp_path / "kl_guard" / "journal.jsonl")
+    assert [r["step"] for r in journal if r["type"] == "checkpoint" and r["step"]] == [5]
+    again = KLGuardCallback(action="rollback")
+    trainer = trainer_of(tmp_path, [again, each(50, dirpath=tmp_path / "saved")])
+    newest = tmp_path / "saved" / "step=10.ckpt"
+    fit(trainer, Policy(), Resumable(), ckpt_path=newest)
+    assert trainer.global_step == 14
+    assert again.guard.run_id == first.guard.run_id
+    assert Path(again.guard.checkpoints.get(10).path) == newest
+    pin = tmp_path / "kl_guard" / "pins" / "step-10" / "step=10.ckpt"
+    assert pin.read_bytes() == newest.read_bytes()
+
+
+@pytest.mark.parametrize("place", ["kl_guard/halted/step-10", "../elsewhere"])
+def test_what_is_no_checkpoint_of_the_run_is_not_taken_for_one(tmp_path, place):
+    """The state at a halt, from the midst of the trouble, and what lies outside of the run's folder."""
+    root = tmp_path / "root"
+    halted = KLGuardCallback()
+    trainer_of(root, [halted]).fit(Policy(lambda step: 1000.0 if step >= 8 else 0.01), Resumable())
+    state = root / "kl_guard" / "halted" / "step-10" / "step=10.ckpt"
+    (root / place).mkdir(parents=True, exist_ok=True)
+    if not (root / place / "step=10.ckpt").exists():
+        shutil.copy(state, root / place / "step=10.ckpt")
+    again = KLGuardCallback()
+    trainer_of(root, [again]).fit(Policy(), Resumable(), ckpt_path=root / place / "step=10.ckpt")
+    assert again.guard.history.steps[-1] == 14
+    assert again.guard.checkpoints.get(10) is None
 
 
 KEEPING = ["note_saved", "note_finished", "keep_start", "keep_halted", "finish", "_tell", "_is_exact"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -318,6 +319,22 @@ def test_tokens_in_three_ways():
     first, *others = [way.guard.history[-1] for way in ways.values()]
     assert first.kl_mean == pytest.approx(summarize_tokens(*batch).read().kl_mean)
     assert all(other == first for other in others)
+
+
+def test_special_tokens_are_told_apart(tmp_path):
+    """In what is kept of a step: KL without them, in the tensors given and in those of a loss."""
+    batch = tokens(0)
+    expected = summarize_tokens(*batch, special_ids=[0, 1, 2]).read().kl_without_special
+    assert expected is not None
+    guard = TorchGuard(output_dir=tmp_path, special_ids=torch.tensor([2, 1, 0]))
+    seen = guard.watch_loss(lambda lp, ref_lp, keep, token_ids: lp.sum(), **NAMES)
+    guard.step(1, policy_logprobs=batch[0], ref_logprobs=batch[1], mask=batch[2], token_ids=batch[3])
+    seen(batch[0], batch[1], keep=batch[2], token_ids=batch[3])
+    guard.step(2)
+    guard.close()
+    lines = (tmp_path / "kl_guard" / "tokens.jsonl").read_text().splitlines()
+    kept = [json.loads(line)["kl_without_special"] for line in lines]
+    assert kept == [pytest.approx(expected)] * 2
 
 
 NAMES = {"policy_logprobs": "lp", "ref_logprobs": "ref_lp", "mask": "keep"}

@@ -25,7 +25,7 @@ def test_what_a_debugger_shows():
     window, record, horizon = SortedWindow(series), RunningRecord(series, skip=1), HorizonWindow(series, 4)
     assert [repr(one) for one in (window, record, horizon)] == [
         "SortedWindow(lo=0, hi=0)",
-        "RunningRecord(skip=1, known=0)",
+        "RunningRecord(skip=1, known=1)",
         "HorizonWindow(horizon=4, start=0, stop=0)",
     ]
     window.move(1, 4)
@@ -38,7 +38,7 @@ def test_what_a_debugger_shows():
     assert shown == [
         "Series(<6 values>)",
         "SortedWindow(lo=1, hi=4)",
-        "RunningRecord(skip=1, known=5)",
+        "RunningRecord(skip=1, known=6)",
         "HorizonWindow(horizon=4, start=2, stop=6)",
         "Recent([5.0])",
         "Streak(length=1)",

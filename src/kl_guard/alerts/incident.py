@@ -72,7 +72,8 @@ def incident_of(
     that is not what the decision says.
     """
     report = written if written is not None and written.suffix == ".html" else None
-    word = {"halt": "halted", "rollback": "going back", "continue": "critical"}[decision.action]
+    seen = "critical" if finding is None else str(finding.severity)  # a warning, where halt_on="warn" would act on it
+    word = {"halt": "halted", "rollback": "going back", "continue": seen}[decision.action]
     what = finding.signature if finding else "rollback failed" if decision.action == "halt" else "the guard is blind"
     title = f"{what}: {word} at step {step}" if finding or decision else f"{what} from step {step} on"
     return Incident(

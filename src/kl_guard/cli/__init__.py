@@ -12,11 +12,16 @@ from typing import NoReturn
 from kl_guard._version import __version__
 
 USAGE = 2
+FAULT = 70  # a bug of ours; not 1, which a script may take for a critical finding
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 0, 1 for what was watched for, 2 for a usage error, 130 for Ctrl-C."""
+    """Run a command; return its exit status.
+
+    That is 0, 1 for what was watched for, 2 for a usage error or what cannot be read or written, 70 for a fault of
+    kl-guard itself, 130 for Ctrl-C.
+    """
     _see_to_streams()
     try:
         options = _parser().parse_args(argv)
@@ -35,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, RecursionError, OverflowError) as error:
         _complain(f"kl-guard: error: {_one_line(error)}")
         return _flushed(USAGE)
+    except Exception:
+        import traceback
+
+        from kl_guard.cli.terminal import shown
+
+        print(shown(traceback.format_exc()), end="", file=sys.stderr)
+        return _flushed(FAULT)
     return status
 
 

@@ -110,8 +110,12 @@ class Question:
     cost_per_hour: float | None = None
 
 
-def answers(log: str, key: str | None, questions: Sequence[Question], shown: Shown = unseen) -> Iterator[Answer]:
+def answers(
+    log: str, key: str | None, questions: Sequence[Question], shown: Shown = unseen, *, checkpoints: bool = True
+) -> Iterator[Answer]:
     """Yield the answer of a log to each question; the log is read once. `shown` shows how far it is.
+
+    With `checkpoints` those that lie beside the log are looked into.
 
     Raises
     ------
@@ -133,7 +137,7 @@ def answers(log: str, key: str | None, questions: Sequence[Question], shown: Sho
             for number, (config, question) in enumerate(zip(configs, questions, strict=True)):
                 series.on_share = partial(_within, told, number, len(questions))
                 results.append(judged(series, config, question.knobs))
-    there = _checkpoints(Path(log))
+    there = _checkpoints(Path(log)) if checkpoints else {}
     sound = _Sound(there, shown)
     for question, config, (result, history) in zip(questions, configs, results, strict=True):
         checkpoint = None

@@ -7,9 +7,12 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kl_guard.cli import knobs, terminal
+
+if TYPE_CHECKING:
+    from kl_guard.cli.answer import Answer
 
 
 def add_to(commands: Any) -> None:
@@ -20,7 +23,13 @@ def add_to(commands: Any) -> None:
         description="Run the guard over finished logs: trainer_state.json or a folder with checkpoints, console "
         "output, JSON lines, CSV (exports of W&B and MLflow too), TensorBoard folders, the guard's own journal.",
     )
-    parser.add_argument("logs", nargs="+", type=terminal.path, metavar="LOG", help="a log; several give a table")
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        type=terminal.path,
+        metavar="LOG",
+        help="a log, or - for standard input; several give a table",
+    )
     parser.add_argument("--key", help="name of the KL in the log, where the guard shall not choose")
     parser.add_argument(
         "--report", type=terminal.path, metavar="FILE", help="write the report of one log as an HTML file as well"
@@ -41,6 +50,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay each log with each setting and print what comes of it."""
+    from kl_guard.cli import piped
     from kl_guard.cli.answer import Question, answers, as_text, table
     from kl_guard.progress import on_terminal
 
@@ -49,13 +59,20 @@ def run(options: argparse.Namespace) -> int:
     if len(set(names)) < len(names):
         raise ValueError("--sweep takes each knob once")
     settings = [dict(zip(names, values, strict=True)) for values in itertools.product(*(v for _, v in sweep))]
+    if options.logs.count(piped.STDIN) > 1:
+        raise ValueError(f"{piped.STDIN}, which is {piped.NAME}, can be given once")
     if options.report and len(options.logs) * len(settings) != 1:
         raise ValueError("--report takes one log and no --sweep")
     asked = [
         Question({**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
         for setting in settings
     ]
-    told = [one for log in options.logs for one in answers(log, options.key, asked, on_terminal)]
+    told: list[Answer] = []
+    for log in options.logs:
+        if log == piped.STDIN:
+            told += piped.answers(options.key, asked, on_terminal)
+        else:
+            told += answers(log, options.key, asked, on_terminal)
     if options.report:
         from kl_guard.report import render
 

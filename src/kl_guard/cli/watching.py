@@ -57,6 +57,11 @@ def run(options: argparse.Namespace) -> int:
     from kl_guard.alerts import Alerts
     from kl_guard.logs import Follower
 
+    if options.log == "-":
+        raise ValueError(
+            "watch takes a file: at its end a pipe would break, and the training that writes into it with it. "
+            "Let it write a file (python train.py | tee train.log), and watch that"
+        )
     if not 0 < options.interval < LONGEST:
         raise ValueError(f"--interval must be a number above 0, got {options.interval}")
     alerts = Alerts(options.alert, given="--alert")

@@ -60,12 +60,13 @@ class KLPlateau(Detector):
         return Severity.WARN if self._lasts(observation) and self.monitor.critical() is None else None
 
     def _finding(self, observation: Observation, severity: Severity) -> Finding:
+        level = f"{self._config.plateau_level:g} nat{'' if self._config.plateau_level == 1 else 's'} per token"
         return Finding(
             self.signature,
             severity,
             observation.step,
-            f"KL has been above {self._config.plateau_level:g} nats per token for {self._above.length} observations "
-            f"(now {observation.kl_mean:.4g}) without growing: the policy is far from the reference and stays there",
+            f"KL has been above {level} for {self._above.length} observations (now {observation.kl_mean:.4g}) without "
+            f"growing: the policy is far from the reference and stays there",
             onset_step=self._above.since,
             evidence={"kl_mean": observation.kl_mean, "observations": self._above.length},
         )

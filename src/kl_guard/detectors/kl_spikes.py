@@ -20,9 +20,10 @@ COUNTED = 100  # observations over which spikes are counted
 class KLSpikes(Detector):
     """Says, as `info`, that KL jumped for one observation and was back at the next; counts such per 100 observations.
 
-    A spike is above `abs_floor` and above `ratio` times the median of the 20 observations before it, and the next
-    number is under both. A ratio of log-probs that leaves its range now and then does this (OpenRLHF issues 931 and
-    525), and training goes on as before: it never acts. How often tells whether it becomes worse: `count`.
+    A spike is above `abs_floor` and above `ratio` times the median of the 20 observations before it, and the numbers
+    right before and after it are not. A ratio of log-probs that leaves its range now and then does this (OpenRLHF
+    issues 931 and 525), and training goes on as before: it never acts. How often tells whether it becomes worse:
+    `count`.
 
     Parameters
     ----------
@@ -54,6 +55,7 @@ class KLSpikes(Detector):
         self._level = Recent(LOOKS)
         self._marks = Recent(COUNTED)
         self._told: list[tuple[int, float]] = []  # the last two steps that had a number
+        self._before = math.nan  # the number before those
         self._spike: tuple[int, float] | None = None
 
     @property
@@ -78,7 +80,9 @@ class KLSpikes(Detector):
         """Take in the step before last, now that the one after it is known for good; return it where it was a spike."""
         (step, kl), (_, after), _ = self._told
         del self._told[0]
-        spike = max(self._floor, after) < kl and after < self._limit() < kl
+        limit = self._limit()
+        spike = max(self._floor, after) < kl and after < limit < kl and not self._before > limit
+        self._before = kl
         self._marks.update(step, float(spike))
         if spike:
             return step, kl
@@ -107,13 +111,14 @@ class KLSpikes(Detector):
     def _forget(self) -> None:
         self._level.reset()
         self._marks.reset()
-        self._told, self._spike = [], None
+        self._told, self._before, self._spike = [], math.nan, None
 
     def _memory(self) -> dict[str, Any]:
         return {
             "level": self._level.state_dict(),
             "marks": self._marks.state_dict(),
             "told": [list(pair) for pair in self._told],
+            "before": self._before,
             "spike": self._spike,
         }
 
@@ -121,5 +126,6 @@ class KLSpikes(Detector):
         self._level.load_state_dict(memory["level"])
         self._marks.load_state_dict(memory["marks"])
         self._told = [(int(step), float(kl)) for step, kl in memory["told"]]
+        self._before = float(memory["before"])
         spike = memory["spike"]
         self._spike = None if spike is None else (int(spike[0]), float(spike[1]))

@@ -98,6 +98,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         numbers.overflow,
         settings.learning_rate,
         settings.beta,
+        numbers.masked,
         numbers.batch,
         numbers.bad_data,
         measurement.padding,

@@ -75,7 +75,12 @@ def changing_reference(case: Case) -> Scored | None:
     changes = [step for (_, a), (step, b) in itertools.pairwise(sums) if a != b]
     trained = case.facts.get("reference_trainable")
     if changes:
-        evidence = f"its parameters changed between {len(changes)} of {len(sums) - 1} looks, first by step {changes[0]}"
+        evidence = (
+            f"its parameters had changed by step {changes[0]}, when they were looked at again"
+            if len(sums) == 2
+            else f"its parameters had changed at {len(changes)} of the {len(sums) - 1} looks after the first one, to "
+            f"begin with by step {changes[0]}"
+        )
         more = f"; {trained}" if trained else ""
         return 0.97, Cause("the reference is changing", evidence + more, _FREEZE)
     return (0.5, Cause("the reference may be trained", str(trained), _FREEZE)) if trained else None
@@ -142,6 +147,10 @@ def particular_token(case: Case) -> Scored | None:
     share, token_id = _lasting(case, "id_share"), case.same("id_of_share")
     if share is None or token_id is None:
         return None
+    both = zip(case.history.column("id_of_share"), case.history.column("id_share"), strict=True)
+    share = [of_it for other, of_it in both if other == token_id][-1]
+    if share < MOST:
+        return None  # what is high is the share of another one
     worst = next((o for o in _recent(case) if o.token_id == int(token_id)), None)
     token = _named(worst) if worst is not None else f"id {token_id:.0f}"
     special = case.finding.signature == "REF_POLICY_DRIFT_ASYMMETRY"
@@ -211,15 +220,15 @@ def few_tokens(case: Case) -> Scored | None:
     """A few tokens carry the KL."""
     outliers = [o for o in _recent(case) if not math.isnan(o.kl)]
     alone = bool(case.finding.evidence.get("few_tokens"))
-    if not outliers and not alone:
+    outlying = case.finding.signature == "TOKEN_OUTLIER"
+    if not (alone or outlying or (outliers and (case.now("top_share") or 0.0) >= MOST)):
         return None
-    share = case.now("top_share") or 0.0
-    if not alone and case.finding.signature != "TOKEN_OUTLIER" and share < MOST:
-        return None
-    worst = f"the largest is {_named(outliers[0])}" if outliers else "which ones is not known"
+    share = case.finding.evidence.get("top_share")
+    known = f"{share:.0%} of it sits on a thousandth of the tokens; " if isinstance(share, float) else ""
+    worst = f"the largest is {_named(outliers[0])}" if outliers else f"{known}which ones is not known"
     back = [r for r in case.outliers.ids() if r.steps >= OFTEN][:3]
     again = f"; coming back: {', '.join(f'{_name(r.worst)} in {r.steps} steps' for r in back)}" if back else ""
-    score = 0.98 if alone else 0.75 if case.finding.signature == "TOKEN_OUTLIER" else 0.35
+    score = 0.98 if alone else 0.75 if outlying else 0.35
     return score, Cause(
         "a few tokens carry the KL, not the policy at large",
         f"{worst}{again}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+from kl_guard.detectors.beta_runaway import EARLY, FACTOR, LARGE
 from kl_guard.diagnosis.case import FEW, JUMP, NEAR, TINY_BETA, Case, Scored, distance, finite, times
 from kl_guard.findings import Cause
 
@@ -22,6 +23,8 @@ def beta(case: Case) -> Scored | None:
         return 0.95, Cause(
             "the KL penalty was weakened", evidence, f"keep beta at {before:g}", {"beta": rounded(before)}
         )
+    if _lost(case, now):
+        return None
     if now >= TINY_BETA:
         evidence = f"beta is {now:g}{_share(case, now)}; too little if KL still grows at the usual learning rate"
         remedy = f"raise beta to {2 * now:g} or more"
@@ -34,7 +37,7 @@ def beta(case: Case) -> Scored | None:
 def runaway_beta(case: Case) -> Scored | None:
     """Something that adapts beta has lost hold of it."""
     now = case.history[-1].beta
-    if now is None or (math.isfinite(now) and case.finding.signature != "BETA_RUNAWAY"):
+    if now is None or not (_lost(case, now) or case.finding.signature == "BETA_RUNAWAY"):
         return None
     first = next((beta for _, beta in case.known("beta")), None)
     start = f", and was {first:g} at first" if first is not None else ""
@@ -44,6 +47,12 @@ def runaway_beta(case: Case) -> Scored | None:
         "bound the coefficient and how much it changes in a step, measure the KL that it follows as its target is "
         "meant (per token or per sequence), or keep beta fixed",
     )
+
+
+def _lost(case: Case, now: float) -> bool:
+    """Whether beta has left its range, as BETA_RUNAWAY has it."""
+    early = [beta for _, beta in case.known("beta") if beta > 0][:EARLY]
+    return not math.isfinite(now) or (bool(early) and now > max(LARGE, FACTOR * statistics.median(early)))
 
 
 def _share(case: Case, weight: float) -> str:

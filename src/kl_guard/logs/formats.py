@@ -34,7 +34,10 @@ def open_log(path: str | os.PathLike[str]) -> Log:
     if path.is_dir():
         return _open_folder(path)
     if path.is_fifo():
-        raise ValueError(f"{path}: a pipe, of which the beginning cannot be read twice; write it to a file first")
+        raise ValueError(
+            f"{path}: a pipe, of which the beginning cannot be read twice; write it to a file first, "
+            "or give it to `kl-guard replay -` on standard input"
+        )
     head = head_of(path)
     if is_events(head):
         return EventLog(path)

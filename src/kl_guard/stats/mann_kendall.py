@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import NamedTuple
 
-from sortedcontainers import SortedList
-
+from kl_guard.stats.ordered import Ordered
 from kl_guard.stats.series import Series
 from kl_guard.stats.windows import Window
 
@@ -51,7 +51,7 @@ class SlidingMannKendall(Window):
 
     def __init__(self, series: Series) -> None:
         super().__init__(series)
-        self._sorted: SortedList[float] = SortedList()
+        self._sorted = Ordered()
         self._ties = 0  # sum of t (t - 1) (2 t + 5) over groups of t equal numbers
         self.s = 0
 
@@ -69,15 +69,15 @@ class SlidingMannKendall(Window):
         z = (self.s - math.copysign(1, self.s)) / math.sqrt(variance)
         return TrendTest(self.s, variance, z, math.erfc(abs(z) / math.sqrt(2)))
 
-    def _rebuild(self, values: list[float]) -> None:
-        self._sorted = SortedList()
+    def _rebuild(self, values: array[float]) -> None:
+        self._sorted = Ordered()
         self._ties = self.s = 0
         for value in values:
             self._insert(value)
 
     def _insert(self, value: float) -> None:
         ordered = self._sorted
-        left, right = ordered.bisect_left(value), ordered.bisect_right(value)
+        left, right = ordered.left(value), ordered.right(value)
         equal = right - left
         if equal:
             self._ties += 6 * equal * (equal + 2)  # t (t - 1) (2 t + 5) at t = equal + 1, less that at t = equal
@@ -87,7 +87,7 @@ class SlidingMannKendall(Window):
     def _remove(self, value: float) -> None:
         """Take away the oldest number, `value`: its pairs are with all the others, which came later."""
         ordered = self._sorted
-        left, right = ordered.bisect_left(value), ordered.bisect_right(value)
+        left, right = ordered.left(value), ordered.right(value)
         equal = right - left - 1
         if equal:
             self._ties -= 6 * equal * (equal + 2)

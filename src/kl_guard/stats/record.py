@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_right
 
 from kl_guard.stats.series import Series
 
@@ -10,7 +12,7 @@ WIDTH = 5
 
 
 class RunningRecord:
-    """Highest running median of 5 before any position of a series; O(1) per number.
+    """Highest running median of 5 before any position of a series; O(1) per number, and memory for each new record.
 
     A median of 5 ignores two outliers in a row, so the record is a level the series has held, not a spike.
 
@@ -29,16 +31,18 @@ class RunningRecord:
     (-inf, 2.0, 8.0)
     """
 
-    __slots__ = ("_highest", "_series", "_skip", "_version")
+    __slots__ = ("_ends", "_highest", "_known", "_series", "_skip", "_version")
 
     def __init__(self, series: Series, skip: int = 0) -> None:
         self._series = series
         self._skip = skip
         self._version = series.version
-        self._highest: list[float] = []  # [i]: over the medians of 5 that end at or before number skip + i
+        self._known = skip  # position up to which the series was read
+        self._ends = array("q")  # position behind the numbers that set the record of `_highest`
+        self._highest = array("d")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(skip={self._skip}, known={len(self._highest)})"
+        return f"{type(self).__name__}(skip={self._skip}, known={self._known})"
 
     def before(self, position: int) -> float:
         """Return the record over numbers `skip` to `position - 1`, or -inf where they are fewer than 5.
@@ -53,19 +57,21 @@ class RunningRecord:
         if position - self._skip < WIDTH:
             return -math.inf
         self._follow()
-        return self._highest[position - self._skip - 1]
+        return self._highest[bisect_right(self._ends, position) - 1]
 
     def reset(self) -> None:
         """Forget everything; the series is read again when needed."""
-        self._highest.clear()
+        self._known = self._skip
+        del self._ends[:], self._highest[:]
 
     def _follow(self) -> None:
-        values, skip, highest = self._series.values, self._skip, self._highest
+        values, ends, highest = self._series.values, self._ends, self._highest
         if self._version != self._series.version:
             self.reset()
             self._version = self._series.version
-        best = highest[-1] if highest else -math.inf
-        for end in range(skip + len(highest) + 1, len(values) + 1):
-            if end - skip >= WIDTH:
-                best = max(best, sorted(values[end - WIDTH : end])[WIDTH // 2])
-            highest.append(best)
+        for end in range(max(self._known, self._skip + WIDTH - 1) + 1, len(values) + 1):
+            level = sorted(values[end - WIDTH : end])[WIDTH // 2]
+            if not highest or level > highest[-1]:
+                ends.append(end)
+                highest.append(level)
+        self._known = len(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ LARGEST = 1e300  # a sum of 1e8 such values still is a finite float
 
 
 class Series:
-    """An append-only list of finite numbers that can be cut back to a shorter length.
+    """An append-only array of finite numbers, 8 bytes each, that can be cut back to a shorter length.
 
     Windows hold a reference to one series and read `values` directly; `version` changes whenever numbers that a
     window may have read are taken away, so that it knows to start over.
@@ -25,14 +26,14 @@ class Series:
     >>> series = Series([1.0, 2.0, 3.0])
     >>> series.truncate(2)
     >>> series.append(5)
-    >>> series.values
+    >>> list(series.values)
     [1.0, 2.0, 5.0]
     """
 
     __slots__ = ("values", "version")
 
     def __init__(self, values: Iterable[float] = ()) -> None:
-        self.values: list[float] = []
+        self.values = array("d")
         self.version = 0
         for value in values:
             self.append(value)

@@ -8,11 +8,11 @@ nobody asks for costs nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from typing import Any
 
-from sortedcontainers import SortedList
-
 from kl_guard.stats.exact_sum import ExactSum
+from kl_guard.stats.ordered import Ordered
 from kl_guard.stats.series import Series
 
 SLACK = 8  # a rebuild of a tiny window is not worth avoiding insertions for
@@ -63,7 +63,7 @@ class Window(ABC):
 
     def reset(self) -> None:
         """Cover nothing."""
-        self._rebuild([])
+        self._rebuild(array("d"))
         self.lo = self.hi = 0
         self._known = None
 
@@ -77,7 +77,7 @@ class Window(ABC):
         self.move(int(state["lo"]), int(state["hi"]))
 
     @abstractmethod
-    def _rebuild(self, values: list[float]) -> None: ...
+    def _rebuild(self, values: array[float]) -> None: ...
 
     @abstractmethod
     def _insert(self, value: float) -> None: ...
@@ -101,7 +101,7 @@ class SortedWindow(Window):
 
     def __init__(self, series: Series) -> None:
         super().__init__(series)
-        self._sorted: SortedList[float] = SortedList()
+        self._sorted = Ordered()
 
     @property
     def median(self) -> float:
@@ -116,11 +116,11 @@ class SortedWindow(Window):
             ordered = self._sorted
             middle, odd = divmod(len(ordered), 2)
             low, high = ordered[middle - (not odd)], ordered[middle]
-            self._known = float(low if odd else (low + high) / 2)
+            self._known = low if odd else (low + high) / 2
         return self._known
 
-    def _rebuild(self, values: list[float]) -> None:
-        self._sorted = SortedList(values)
+    def _rebuild(self, values: array[float]) -> None:
+        self._sorted = Ordered(values)
 
     def _insert(self, value: float) -> None:
         self._sorted.add(value)
@@ -159,7 +159,7 @@ class SumWindow(Window):
             self._known = self._sum.value / (self.hi - self.lo)
         return self._known
 
-    def _rebuild(self, values: list[float]) -> None:
+    def _rebuild(self, values: array[float]) -> None:
         self._sum.assign(values)
 
     def _insert(self, value: float) -> None:
