@@ -30,6 +30,7 @@ DISTRIBUTIONS = (
     "trl",
     "accelerate",
     "lightning",
+    "sortedcontainers",
     "rich",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,4 +33,5 @@ def launch(script, *arguments, folder="trl", processes=2, timeout=300, path=()):
         out, errors = run.communicate()
         pytest.fail(f"it hangs; last lines:\n{out[-2000:]}\n{errors[-2000:]}")
     assert run.returncode == 0, errors[-4000:]
-    return [json.loads(line.split("RESULT ")[1]) for line in out.splitlines() if "RESULT " in line], errors
+    results = re.findall(r"RESULT (.*?)(?=RESULT |\n|$)", out)  # of two ranks two may stand in one line
+    return [json.loads(result) for result in results], errors

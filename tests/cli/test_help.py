@@ -9,7 +9,7 @@ import pytest
 
 import kl_guard
 
-HEAVY = ("numpy", "scipy", "rich", "jinja2", "torch", "kl_guard.detectors", "kl_guard.guard")
+HEAVY = ("numpy", "scipy", "rich", "jinja2", "torch", "sortedcontainers", "kl_guard.detectors", "kl_guard.guard")
 
 
 def loaded_after(code):

@@ -6,7 +6,8 @@ import math
 from array import array
 from typing import NamedTuple
 
-from kl_guard.stats.ordered import Ordered
+from sortedcontainers import SortedList
+
 from kl_guard.stats.series import Series
 from kl_guard.stats.windows import Window
 
@@ -51,7 +52,7 @@ class SlidingMannKendall(Window):
 
     def __init__(self, series: Series) -> None:
         super().__init__(series)
-        self._sorted = Ordered()
+        self._sorted: SortedList[float] = SortedList()
         self._ties = 0  # sum of t (t - 1) (2 t + 5) over groups of t equal numbers
         self.s = 0
 
@@ -70,14 +71,14 @@ class SlidingMannKendall(Window):
         return TrendTest(self.s, variance, z, math.erfc(abs(z) / math.sqrt(2)))
 
     def _rebuild(self, values: array[float]) -> None:
-        self._sorted = Ordered()
+        self._sorted = SortedList()
         self._ties = self.s = 0
         for value in values:
             self._insert(value)
 
     def _insert(self, value: float) -> None:
         ordered = self._sorted
-        left, right = ordered.left(value), ordered.right(value)
+        left, right = ordered.bisect_left(value), ordered.bisect_right(value)
         equal = right - left
         if equal:
             self._ties += 6 * equal * (equal + 2)  # t (t - 1) (2 t + 5) at t = equal + 1, less that at t = equal
@@ -87,7 +88,7 @@ class SlidingMannKendall(Window):
     def _remove(self, value: float) -> None:
         """Take away the oldest number, `value`: its pairs are with all the others, which came later."""
         ordered = self._sorted
-        left, right = ordered.left(value), ordered.right(value)
+        left, right = ordered.bisect_left(value), ordered.bisect_right(value)
         equal = right - left - 1
         if equal:
             self._ties -= 6 * equal * (equal + 2)

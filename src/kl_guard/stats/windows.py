@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from array import array
 from typing import Any
 
+from sortedcontainers import SortedList
+
 from kl_guard.stats.exact_sum import ExactSum
-from kl_guard.stats.ordered import Ordered
 from kl_guard.stats.series import Series
 
 SLACK = 8  # a rebuild of a tiny window is not worth avoiding insertions for
@@ -101,7 +102,7 @@ class SortedWindow(Window):
 
     def __init__(self, series: Series) -> None:
         super().__init__(series)
-        self._sorted = Ordered()
+        self._sorted: SortedList[float] = SortedList()
 
     @property
     def median(self) -> float:
@@ -116,11 +117,11 @@ class SortedWindow(Window):
             ordered = self._sorted
             middle, odd = divmod(len(ordered), 2)
             low, high = ordered[middle - (not odd)], ordered[middle]
-            self._known = low if odd else (low + high) / 2
+            self._known = float(low if odd else (low + high) / 2)
         return self._known
 
     def _rebuild(self, values: array[float]) -> None:
-        self._sorted = Ordered(values)
+        self._sorted = SortedList(values)
 
     def _insert(self, value: float) -> None:
         self._sorted.add(value)
