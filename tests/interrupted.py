@@ -29,21 +29,24 @@ class Interrupt:
         In which call, from 1; None to count only.
     error:
         What is raised.
+    lines:
+        Whether lines count in the place of calls, which takes longer.
     """
 
-    def __init__(self, at=None, error=KeyboardInterrupt):
-        self.at, self.error = at, error
+    def __init__(self, at=None, error=KeyboardInterrupt, *, lines=False):
+        self.at, self.error, self.lines = at, error, lines
         self.calls = 0
         self.raised_in = ""
 
     @contextmanager
     def on(self):
         """Count and raise in what is done within."""
-        sys.setprofile(self._look)
+        start, before = (sys.settrace, sys.gettrace()) if self.lines else (sys.setprofile, sys.getprofile())
+        start(self._look)
         try:
             yield
         finally:
-            sys.setprofile(None)
+            start(before)
 
     def within(self, work, nth):
         """Return what does `work` as ever, and counts and raises while it does so for the `nth` time."""
@@ -60,11 +63,14 @@ class Interrupt:
 
     def _look(self, frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(SOURCES):
+        if not code.co_filename.startswith(SOURCES):
+            return None
+        if event == ("line" if self.lines else "call"):
             self.calls += 1
             if self.calls == self.at:
-                self.raised_in = code.co_name
+                self.raised_in = f"{code.co_name}, line {frame.f_lineno}"
                 raise self.error
+        return self._look
 
 
 class Observed:
