@@ -72,6 +72,9 @@ def fit_with_rollback(
     callback.way = WayBack(trainer, callback.config, callback.keeping.saves, callback.on_rollback)
     try:
         _to_the_end(callback, trainer, module, data, ckpt_path, weights_only)
+    except BaseException:  # Ctrl-C too, which may come while callbacks are told of another exception
+        callback.over(failed=True)
+        raise
     finally:
         callback.way = None
         callback.over()

@@ -71,6 +71,9 @@ class Reentry:
         self._running = True
         try:
             return self._train_to_the_end(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:  # Ctrl-C too: the trainer says nothing to its callbacks then, and a notebook goes on
+            self._faults.guarded(self._callback.finish, self.way.trainer.control)
+            raise
         finally:
             self._running = False
 

@@ -256,7 +256,7 @@ class KLGuardCallback(TrainerCallback):
         self._faults.guarded(self._finish_keeping, args, state)
         if self._goes_back:
             return  # it is not over
-        self._faults.guarded(self._finish, control)
+        self._faults.guarded(self.finish, control)
         if self.halted and not self._idle and self.config.on_halt == "raise":
             reason = self.decision.reason
             what = f"{reason.signature} at step {reason.step}: {reason.message}" if reason else "halted by another rank"
@@ -547,7 +547,8 @@ class KLGuardCallback(TrainerCallback):
             control.should_save = self._kept is not None and self._kept.pending and not self._kept.saved
             control.should_evaluate = False
 
-    def _finish(self, control: TrainerControl) -> None:
+    def finish(self, control: TrainerControl) -> None:
+        """Put the training arguments back, close the files and let go of the folder."""
         if self._kept is not None:
             self._kept.restore()
         if self.guard is not None:

@@ -558,7 +558,7 @@ class KLGuard:
             )
             return self._decision(())
         self._begin()
-        if self._judging:  # an interrupt came while the last one was judged: some detectors know of it, some do not
+        if self._judging:  # an interrupt came: some detectors know of what was judged last, or was gone back to
             self._rebuild_panel()
         self._judging = True
         self._memory.observe(observation)
@@ -570,7 +570,6 @@ class KLGuard:
         if self._repeats == STUCK:
             self._warn_once("stuck", f"step {last} was observed {STUCK} times; its first KL is what counts")
         new = self._panel.judge(observation, grace=self._grace_left > 0)
-        self._judging = False
         findings = tuple(self._explained(finding) for finding in new)
         if last != observation.step:
             self._grace_left = max(0, self._grace_left - 1)
@@ -586,6 +585,7 @@ class KLGuard:
                 self._alert(Decision(findings=(finding,)), finding)
         if reason is not None:
             self._stand(reason)
+        self._judging = False
         return self._decision(findings)
 
     def _explained(self, finding: Finding) -> Finding:
@@ -615,28 +615,32 @@ class KLGuard:
         Finding and decision are written as one. Were a process killed between them, the next one would know of the
         trouble, not say it again, and go on from a checkpoint within it.
         """
-        self._standing = Decision("halt", (), None, reason)
-        self._say(reason)
+        decision, records = self._decide(reason)  # interrupted up to here, nothing is decided: it is judged again
+        self._standing = decision
         written = None
         try:
-            self._decide(reason)
-            written = self._write_incident(self._standing)
+            self._say(reason)
+            self._judging = False
+            if self._journal is not None:
+                self._journal.write_together(records)
+            written = self._write_incident(decision)
             if self._announces:
-                logger.error("kl-guard: %s", describe_decision(self._standing))
+                logger.error("kl-guard: %s", describe_decision(decision))
                 if written is not None:
                     logger.error("kl-guard: the incident is in %s", written)
         finally:
-            self._alert(self._standing, reason, written)
+            self._alert(decision, reason, written)
 
-    def _decide(self, reason: Finding) -> None:
+    def _decide(self, reason: Finding) -> tuple[Decision, list[dict[str, Any]]]:
+        """Return the decision for `reason`, and what the journal keeps of both."""
+        decision = Decision("halt", (), None, reason)
         records: list[dict[str, Any]] = [{"type": "finding", **_record_of(reason)}]
         try:
-            self._standing, facts = self._decided(reason)
+            decision, facts = self._decided(reason)
             records.append({"type": "decision", "time": time.time(), **facts})
         except Exception:
             self._fail("deciding")
-        if self._journal is not None:
-            self._journal.write_together(records)
+        return decision, records
 
     def _decided(self, reason: Finding) -> tuple[Decision, dict[str, Any]]:
         """Return the decision for `reason`, and what the journal keeps of it."""
@@ -820,6 +824,7 @@ class KLGuard:
 
     def _take_over(self, step: int, *, new_attempt: bool = False, aside: Iterable[Path] = ()) -> None:
         """Go on from `step`; detectors read the history again, without saying anything."""
+        self._judging = True
         memory = self._memory
         known = {**memory.checkpoints, **{checkpoint.step: checkpoint for checkpoint in self.checkpoints}}
         self.checkpoints.begin(self.run_id, known.values(), writes=self._writes())
@@ -839,6 +844,7 @@ class KLGuard:
         self._grace_left = self.config.grace if acted or step > 0 else 0  # engines may need some steps to recover
         if memory.since_rollback is not None:
             self._grace_left = max(self._grace_left, self.config.grace - memory.since_rollback)
+        self._judging = False
 
     def _find(self, step: int, present: Mapping[int, Path]) -> None:
         """Take note of checkpoints up to `step` that a kill kept the guard from being told of, or from pinning."""

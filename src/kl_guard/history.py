@@ -42,6 +42,8 @@ class History:
         return len(self.steps)
 
     def __getitem__(self, index: int) -> Observation:
+        if index < 0:
+            index += len(self.steps)  # what counts: an interrupt may have left a column longer, until `append`
         present = self._present[index]
         values = {
             METRICS[bit]: column[index]
@@ -59,6 +61,7 @@ class History:
 
     def append(self, observation: Observation) -> None:
         """Add an observation of a later step."""
+        self._cut(len(self.steps))
         present = 0
         for bit, value in enumerate(_values(observation)):
             column = self._columns[bit]
@@ -69,9 +72,9 @@ class History:
                 column.append(value)
             elif column is not None:
                 column.append(math.nan)
-        self.steps.append(observation.step)
         self._windows.append(observation.window)
         self._present.append(present)
+        self.steps.append(observation.step)
 
     def replace_last(self, observation: Observation) -> None:
         """Put an observation of the same step, with more known, in place of the last one."""
@@ -148,6 +151,7 @@ class History:
 
     def extend(self, later: History) -> None:
         """Add observations that all are of later steps."""
+        self._cut(len(self.steps))
         for bit, column in enumerate(later._columns):
             mine = self._columns[bit]
             if column is None and mine is None:
@@ -155,9 +159,9 @@ class History:
             if mine is None:
                 self._columns[bit] = mine = _missing(len(self.steps))
             mine.extend(_missing(len(later)) if column is None else column)
-        self.steps.extend(later.steps)
         self._windows.extend(later._windows)
         self._present.extend(later._present)
+        self.steps.extend(later.steps)
 
     def _cut(self, length: int) -> None:
         whole_numbers = (self.steps, self._windows, self._present)

@@ -1,12 +1,12 @@
 """A journal as a crash leaves it: cut anywhere, filled with NUL bytes, a line written twice."""
 
 import logging
-import shutil
 
 import pytest
 
 from kl_guard import GuardConfig, KLGuard
 from kl_guard.journal import read_journal
+from kl_guard.lines import LinesFile, encode
 from kl_guard.memory import recall
 
 CONFIG = GuardConfig(action="rollback", grace=0)
@@ -34,16 +34,68 @@ def a_run(folder, *, until):
     return guard
 
 
-@pytest.mark.parametrize("until", ["observation", "decision", "rollback"])
-@pytest.mark.parametrize("filled", [b"", b"\x00" * 40], ids=["cut", "NUL"])
-def test_cut_at_every_byte_of_the_last_two_lines(tmp_path, caplog, until, filled):
-    """A new guard resumes from the whole lines, with one note at most, and its own lines are whole."""
+UNTIL = pytest.mark.parametrize("until", ["observation", "decision", "rollback"])
+FILLED = pytest.mark.parametrize("filled", [b"", b"\x00" * 40], ids=["cut", "NUL"])
+
+
+def whole_lines(rest):
+    """How many lines of what is left are whole records, and whether there is something behind them."""
+    *lines, torn = rest.split(b"\n")
+    return len(lines) + _is_whole(torn), bool(torn) and not _is_whole(torn)
+
+
+@UNTIL
+@FILLED
+def test_cut_at_every_byte_of_the_last_two_lines(tmp_path, until, filled):
+    """What is read is the whole lines, with one note at most, and so it is once another line was written."""
     a_run(tmp_path / "run", until=until)
     whole = journal_of(tmp_path / "run").read_bytes()
-    lines = whole.splitlines(keepends=True)
-    folder = tmp_path / "again"
-    for cut in range(len(lines[-2]) + len(lines[-1]) + 1):
-        shutil.rmtree(folder, ignore_errors=True)
+    *first, before, last = whole.splitlines(keepends=True)
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"".join(first[-2:]) + before + last)
+    all_records, _ = read_journal(path)
+    shorter = path.read_bytes()
+    for cut in range(len(before) + len(last) + 1):
+        rest = shorter[: len(shorter) - cut] + filled
+        path.write_bytes(rest)
+        count, torn = whole_lines(rest)
+        for more in ([], [{"type": "resume", "step": 1}]):
+            file = LinesFile(path)
+            for record in more:
+                file.append(encode(record).encode() + b"\n")
+            file.flush()
+            file.close()
+            records, notes = read_journal(path)
+            assert records == [*all_records[:count], *more], cut
+            assert len(notes) == torn, cut
+
+
+def kinds_of_cuts(before, last):
+    """Bytes to cut off: each kind of place that there is in a line, in the last line and in the one before it."""
+    kinds = {}
+    for cut in range(len(before) + len(last) + 1):
+        rest = (before + last)[: len(before) + len(last) - cut]
+        in_last = len(rest) > len(before)
+        part = rest[len(before) :] if in_last else rest
+        text = part.count(b'"') % 2 == 1
+        kinds.setdefault((in_last, part[-1:] if not text and not part[-1:].isdigit() else text, _is_whole(part)), cut)
+    return kinds.values()
+
+
+@UNTIL
+@FILLED
+def test_a_guard_resumes_from_each_kind_of_cut(tmp_path, caplog, until, filled):
+    """It goes on from the whole lines, with one note at most, and its own lines are whole.
+
+    A guard gets to know a journal as it is read and appended to in the test above, which has every byte.
+    """
+    a_run(tmp_path / "run", until=until)
+    whole = journal_of(tmp_path / "run").read_bytes()
+    *_, before, last = whole.splitlines(keepends=True)
+    cuts = kinds_of_cuts(before, last)
+    assert len(cuts) > 8
+    for cut in cuts:
+        folder = tmp_path / f"{cut}"
         journal_of(folder).parent.mkdir(parents=True)
         rest = whole[: len(whole) - cut] + filled
         journal_of(folder).write_bytes(rest)
@@ -57,8 +109,7 @@ def test_cut_at_every_byte_of_the_last_two_lines(tmp_path, caplog, until, filled
         guard.close()
         assert not guard.blind
         notes = [r for r in caplog.records if "torn or not a record" in r.getMessage()]
-        torn = rest[rest.rfind(b"\n") + 1 :]
-        assert len(notes) == (1 if torn and not _is_whole(torn) else 0), cut
+        assert len(notes) == whole_lines(rest)[1], cut
         records, _ = read_journal(journal_of(folder))
         memory = recall(records)
         assert memory.run_id == guard.run_id
@@ -66,7 +117,7 @@ def test_cut_at_every_byte_of_the_last_two_lines(tmp_path, caplog, until, filled
         assert list(memory.history.steps)[:20] == list(range(1, 21))
         assert memory.attempt == guard.attempt == memory.rollbacks
         assert memory.unreadable == 0
-    assert not [r for r in caplog.records if r.levelno >= logging.ERROR and "fault" in r.getMessage()]
+        assert not [r for r in caplog.records if r.levelno >= logging.ERROR and "fault" in r.getMessage()]
 
 
 def _is_whole(line):
@@ -74,7 +125,7 @@ def _is_whole(line):
     return line.endswith(b"}") and line.count(b"{") == line.count(b"}")
 
 
-@pytest.mark.parametrize("until", ["observation", "decision", "rollback"])
+@UNTIL
 def test_a_last_line_that_is_there_twice(tmp_path, until):
     """It counts once: budget and findings are what they were."""
     guard = a_run(tmp_path, until=until)

@@ -258,7 +258,7 @@ def test_a_fault_in_any_method_of_the_guard(make_trainer, tmp_path, monkeypatch,
         "_finish_keeping",
         "_note_checkpoint",
         "_keep_halted",
-        "_finish",
+        "finish",
     ],
 )
 def test_a_fault_in_the_callback_itself(make_trainer, tmp_path, monkeypatch, caplog, name):

@@ -106,11 +106,14 @@ class PinStore:
         if step in self.building or draft.exists() or (self.folder / f"step-{step}").exists():
             return False
         held: dict[str, BinaryIO] = {}
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="kl-guard-pins")
         try:
             names = files_of(source)
             if not names:
                 raise FileNotFoundError(f"{source} holds no files")
             single = source.is_file()
+            manifest = Manifest(self.run_id, step, calm, aligned, str(source), {}, attempt, single)
             draft.mkdir(parents=True)
             if take and not single:
                 source.rename(draft)  # takes the place of an empty folder
@@ -122,9 +125,9 @@ class PinStore:
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {source} is not pinned: {error}", str(error.errno))
             return False
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="kl-guard-pins")
-        manifest = Manifest(self.run_id, step, calm, aligned, str(source), {}, attempt, single)
+        except BaseException:
+            _leave_none_of(draft, held)  # or this process would take it for one that is being made, for good
+            raise
         self._building[step] = self._worker.submit(self._finish, draft, names, held, manifest)
         return True
 
@@ -349,15 +352,19 @@ class PinStore:
             self._shares.pop(manifest.step, None)
 
     def _give_up(self, draft: Path, held: dict[str, BinaryIO], text: str, kind: str) -> None:
-        for file in held.values():
-            file.close()
-        shutil.rmtree(draft, ignore_errors=True)
+        _leave_none_of(draft, held)
         self._say(kind, text)
 
     def _say(self, key: str, text: str) -> None:
         if key not in self._said:
             self._said.add(key)
             logger.warning("kl-guard: %s", text)
+
+
+def _leave_none_of(draft: Path, held: dict[str, BinaryIO]) -> None:
+    for file in held.values():
+        file.close()
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def _by_step(folder: Path) -> list[tuple[int, Path]]:
