@@ -6,7 +6,6 @@ import logging
 import os
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,15 +19,16 @@ from kl_guard.config import GuardConfig, KLKind
 from kl_guard.decisions import before_the_trouble, choose, target
 from kl_guard.diagnosis import explain
 from kl_guard.findings import Checkpoint, Decision, Finding, Severity
+from kl_guard.forks import when_forked
 from kl_guard.history import History
-from kl_guard.journal import Journal
-from kl_guard.memory import Changes, Failure, Memory, Return, recall, retell, senseless
+from kl_guard.memory import Changes, Failure, Memory, Return, retell
 from kl_guard.messages import describe, describe_decision
 from kl_guard.observation import Observation, as_step, read_observation
 from kl_guard.outliers import OutlierLedger
 from kl_guard.panel import Panel
 from kl_guard.progress import on_terminal, unseen
 from kl_guard.reading import KLSource
+from kl_guard.run_folder import RunFolder
 from kl_guard.stats import HorizonWindow
 from kl_guard.token_keeper import TokenKeeper, TokenText
 from kl_guard.token_stats import TokenStats, metrics_of
@@ -115,8 +115,7 @@ class KLGuard:
         self._memory = Memory()
         self._announces = announce and self.rank == 0
         retell, warn_once = weakly(self._retell, ()), weakly(self._warn_once, None)
-        self._journal = Journal(self.folder, retell) if self.folder is not None and self.rank == 0 else None
-        self._past = None if self.folder is None else Journal(self.folder)  # to be read, on every rank
+        self._files = RunFolder(self.folder, writes=self.rank == 0, retell=retell, warn=warn_once)
         self._tokens = TokenKeeper(self.folder, log_text=self.config.log_text, text_of=token_text, warn=warn_once)
         shown = on_terminal if self._announces else unseen
         self.checkpoints = Keeper(self.folder, pins=self.config.pin_checkpoints, shown=shown)
@@ -130,7 +129,7 @@ class KLGuard:
         self._warned: set[str] = set()
         self._judging = False
         self._is_copy = False
-        _HERE.add(self)
+        when_forked(self, KLGuard._disown)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(observations={len(self.history)}, attempt={self.attempt}, level={self.level})"
@@ -172,7 +171,7 @@ class KLGuard:
     @property
     def refused(self) -> bool:
         """Whether another guard has the folder: another process, or a newer one in this process."""
-        return self._journal is not None and not self._journal.acquire()
+        return self._files.refused
 
     @property
     def spikes(self) -> int:
@@ -340,7 +339,7 @@ class KLGuard:
             checkpoint = Checkpoint(as_step(step), path, calm, aligned, self.attempt, files, dict(facts or {}))
             self._begin()
             self._memory.checkpoints[checkpoint.step] = checkpoint
-            self._write("checkpoint", {**asdict(checkpoint), "path": self._as_written(path)}, sync=True)
+            self._files.write("checkpoint", {**asdict(checkpoint), "path": self._files.as_written(path)}, sync=True)
             if self.refused:
                 self.checkpoints.disown()
             self.checkpoints.saved(checkpoint, suspicion=self.suspicion, take=take)
@@ -368,7 +367,7 @@ class KLGuard:
             self._remember(step, history)
             unknown = [path for saved_at, path in sorted((present or {}).items(), reverse=True) if saved_at > step]
             self._take_over(step, aside=unknown)
-            self._write("resume", {"step": step, "time": time.time()}, sync=True)
+            self._files.write("resume", {"step": step, "time": time.time()}, sync=True)
             self._find(step, present or {})
         except ValueError as error:
             self._warn_once("resumed", f"the resume is not taken in: {error}")
@@ -383,12 +382,12 @@ class KLGuard:
         try:
             if self._begun or self.folder is None:
                 return False
-            memory = self._recall()
+            memory = self._files.recall()
             if memory.pending is None or memory.run_id is None:
                 return False
             back = memory.checkpoints.get(memory.pending) or Checkpoint(memory.pending, "")
             self._begun, self._memory = True, memory
-            self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._writes())
+            self.checkpoints.begin(self.run_id, memory.checkpoints.values(), writes=self._files.is_mine())
             reason = next((f for f in reversed(memory.findings) if self._panel.acts(f)), None)
             self._standing = Decision("rollback", (), back, reason, "decided before the process ended")
             if self._announces:
@@ -438,7 +437,7 @@ class KLGuard:
             to_step = as_step(to_step)
             self._remember(None, None)
             self._take_over(to_step, new_attempt=True)
-            self._write("rollback", {"to_step": to_step, "attempt": self.attempt, "time": time.time()}, sync=True)
+            self._files.write("rollback", {"to_step": to_step, "attempt": self.attempt, "time": time.time()}, sync=True)
         except ValueError as error:
             self._warn_once("rolled_back", f"the rollback is not taken in: {error}")
         except Exception:
@@ -457,7 +456,7 @@ class KLGuard:
         """Say what the present attempt does otherwise; a resumed run does the same."""
         try:
             self._memory.changes[self.attempt] = changes
-            self._write("change", {"attempt": self.attempt, **asdict(changes)}, sync=True)
+            self._files.write("change", {"attempt": self.attempt, **asdict(changes)}, sync=True)
         except Exception:
             self._fail("noting what was changed")
 
@@ -467,7 +466,9 @@ class KLGuard:
             standing = self._standing or Decision()
             self._standing = decision = replace(standing, action="halt", note=why)
             self._memory.pending = self._memory.pending_failure = None
-            self._write("decision", {"time": time.time(), "action": "halt", "note": why, "step": self._last_step()})
+            self._files.write(
+                "decision", {"time": time.time(), "action": "halt", "note": why, "step": self._last_step()}
+            )
             if self._announces:
                 logger.error("kl-guard: halting: %s", decision.note)
             self._alert(decision, decision.reason)
@@ -484,7 +485,7 @@ class KLGuard:
             if news:
                 self._memory.facts.update(news)
                 if self._begun:
-                    self._write("facts", {"facts": news})
+                    self._files.write("facts", {"facts": news})
         except Exception:
             self._fail("noting facts")
 
@@ -506,8 +507,7 @@ class KLGuard:
         try:
             self.checkpoints.close()
             self._tokens.close()
-            if self._journal is not None:
-                self._journal.close()
+            self._files.close()
             self._alerts.close()
         except Exception:
             self._fail("closing")
@@ -539,8 +539,8 @@ class KLGuard:
         if not len(self.history) or step >= self.history.steps[-1]:
             self._begin()
             # Where the disk refuses the journal, which is said already, what is decided by comes first.
-            refuses = self._journal is not None and self._journal.failing
-            self._tokens.keep(step, self.attempt, stats, writes=self._writes() and not refuses)
+            writes = self._files.is_mine() and not self._files.failing
+            self._tokens.keep(step, self.attempt, stats, writes=writes)
 
     def _read(self, step: Any, metrics: Mapping[str, Any], window: Any) -> Observation | None:
         observation, complaints = read_observation(step, metrics, window)
@@ -562,8 +562,7 @@ class KLGuard:
             self._rebuild_panel()
         self._judging = True
         self._memory.observe(observation)
-        if self._journal is not None:
-            self._write("observation", {"attempt": self.attempt, **observation.known()})
+        self._files.write("observation", {"attempt": self.attempt, **observation.known()})
         self._repeats = self._repeats + 1 if last == observation.step else 0
         if self._repeats:
             observation = self.history[-1]  # with what was known of the step before
@@ -601,7 +600,7 @@ class KLGuard:
 
     def _report(self, finding: Finding) -> None:
         self._say(finding)
-        self._write("finding", _record_of(finding), sync=True)
+        self._files.write("finding", _record_of(finding), sync=True)
 
     def _say(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -621,9 +620,8 @@ class KLGuard:
         try:
             self._say(reason)
             self._judging = False
-            if self._journal is not None:
-                self._journal.write_together(records)
-            written = self._write_incident(decision)
+            self._files.write_together(records)
+            written = self._files.write_incident(decision, self.config, self.run_id, self.history, self._seen(decision))
             if self._announces:
                 logger.error("kl-guard: %s", describe_decision(decision))
                 if written is not None:
@@ -668,23 +666,6 @@ class KLGuard:
             self._fail("looking for a checkpoint")
             return None
 
-    def _write_incident(self, decision: Decision) -> Path | None:
-        """Write what is needed to understand a decision; return where."""
-        if self.folder is None or not self._writes():
-            return None
-        try:
-            written = incidents.write(
-                self.folder, decision, self.config, self.run_id, self.history, self._seen(decision)
-            )
-        except OSError as error:
-            self._warn_once("incident", f"the incident could not be written: {error}")
-            return None
-        try:
-            return incidents.write_report(self.folder, written.parent)
-        except Exception as error:
-            self._warn_once("report", f"the report could not be written: {error!r}")
-            return written
-
     def _seen(self, decision: Decision) -> incidents.Tokens | None:
         """Return the tokens of the step that a decision rests on."""
         step = decision.reason.step if decision.reason is not None else -1
@@ -712,7 +693,7 @@ class KLGuard:
             attempt, step, signature, action = incident.key
             facts = {"attempt": attempt, "step": step, "signature": signature, "action": action}
             if self._begun:
-                self._write("alert", {"time": time.time(), **facts})
+                self._files.write("alert", {"time": time.time(), **facts})
             self._alerts.send(incident, targets)
         except Exception as error:
             self._warn_once("alert", f"an alert was not sent ({type(error).__name__}); training goes on")
@@ -730,26 +711,24 @@ class KLGuard:
             return
         self._begun = True
         self._memory.run_id = _new_run_id()
-        if self._journal is not None:
-            self._journal.archive()
-        self._tokens.begin(writes=self._writes())
+        self._files.begin()
+        self._tokens.begin(writes=self._files.is_mine())
         self._write_run()
-        self.checkpoints.begin(self.run_id, writes=self._writes())
+        self.checkpoints.begin(self.run_id, writes=self._files.is_mine())
 
     def _retell(self) -> Iterable[Mapping[str, Any]]:
         """Yield records that add up to what is known of the run."""
         yield {"type": "run", **self._run_facts()}
-        for record in retell(self._memory):
-            yield {**record, "path": self._as_written(record["path"])} if "path" in record else record
+        yield from self._files.retold(retell(self._memory))
 
     def _run_facts(self) -> dict[str, Any]:
         facts = {"run_id": self.run_id, "format": 1, "version": __version__, "config": asdict(self.config)}
         return {"time": time.time(), **facts, "versions": versions()}
 
     def _write_run(self) -> None:
-        self._write("run", self._run_facts(), sync=True)
+        self._files.write("run", self._run_facts(), sync=True)
         if self._memory.facts:
-            self._write("facts", {"facts": self._memory.facts})
+            self._files.write("facts", {"facts": self._memory.facts})
 
     def _remember(self, step: int | None, history: Iterable[Mapping[str, Any]] | None) -> None:
         """Know what was: from this process, else the journal, else the rows given, up to `step`."""
@@ -757,7 +736,7 @@ class KLGuard:
             return
         self._begun = True
         facts = self._memory.facts
-        self._memory = memory = self._recall()
+        self._memory = memory = self._files.recall()
         if step is not None:
             self._warn_of_trouble(memory.findings, step)
         if memory.run_id is None:
@@ -776,27 +755,6 @@ class KLGuard:
                 "no memory",
                 f"resumed at step {step} without a journal or log history: the baseline begins anew",
             )
-
-    def _recall(self) -> Memory:
-        """Return what the journal says; where it cannot be read nothing of the folder is touched."""
-        if self.folder is None or self._past is None:
-            return Memory()
-        memory = recall(self._past.read())
-        if memory.unreadable:
-            self._warn_once("senseless", f"{self._past.path}: {senseless(memory.unreadable)}")
-        if self._past.unreadable:
-            self._journal, memory = None, Memory()
-            self._warn_once("unreadable", "so this guard watches without memory, and leaves files and pins as they are")
-        root = self.folder.parent
-        memory.checkpoints = {s: replace(c, path=os.fspath(root / c.path)) for s, c in memory.checkpoints.items()}
-        return memory
-
-    def _as_written(self, path: str) -> str:
-        """Return a path as the journal has it: relative to the output folder, which may be moved."""
-        try:
-            return os.fspath(Path(path).resolve().relative_to(self.folder.parent.resolve())) if self.folder else path
-        except (OSError, ValueError):
-            return path
 
     def _warn_of_trouble(self, findings: Iterable[Finding], step: int) -> None:
         """Say that a run is resumed from weights that the trouble had reached already."""
@@ -818,16 +776,16 @@ class KLGuard:
                 self._warn_once("row", f"a row of the log history is left out: {error}")
         memory.history.truncate(step)
         if len(memory.history):
-            self._write("resume", {"step": 0, "time": time.time()})  # nothing that the journal had before counts
+            self._files.write("resume", {"step": 0, "time": time.time()})  # nothing that the journal had before counts
         for past in memory.history:
-            self._write("observation", {"attempt": memory.attempt, **past.known()})
+            self._files.write("observation", {"attempt": memory.attempt, **past.known()})
 
     def _take_over(self, step: int, *, new_attempt: bool = False, aside: Iterable[Path] = ()) -> None:
         """Go on from `step`; detectors read the history again, without saying anything."""
         self._judging = True
         memory = self._memory
         known = {**memory.checkpoints, **{checkpoint.step: checkpoint for checkpoint in self.checkpoints}}
-        self.checkpoints.begin(self.run_id, known.values(), writes=self._writes())
+        self.checkpoints.begin(self.run_id, known.values(), writes=self._files.is_mine())
         self.checkpoints.go_back(step, self.attempt)
         self.checkpoints.move_aside(aside, self.attempt)
         self._tokens.ledger.go_back(step)
@@ -858,14 +816,6 @@ class KLGuard:
     def _last_step(self) -> int:
         return self.history.steps[-1] if len(self.history) else 0
 
-    def _writes(self) -> bool:
-        """Whether this guard is the one that writes the folder."""
-        return self._journal is not None and self._journal.acquire()
-
-    def _write(self, kind: str, fields: Mapping[str, Any], *, sync: bool = False) -> None:
-        if self._journal is not None:
-            self._journal.write({"type": kind, **fields}, sync=sync)
-
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
@@ -888,22 +838,9 @@ class KLGuard:
     def _disown(self) -> None:
         """In a forked child: the run belongs to the parent, and this is a copy that neither writes nor speaks."""
         self._announces, self._is_copy = False, True
-        if self._journal is not None:
-            self._journal.disown()
+        self._files.disown()
         self._tokens.disown()
         self.checkpoints.disown()
-
-
-_HERE: weakref.WeakSet[KLGuard] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for guard in list(_HERE):
-        guard._disown()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _copy_of(
