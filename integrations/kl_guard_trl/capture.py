@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from kl_guard import GuardConfig
+from kl_guard.observation import shown
+from kl_guard.token_keeper import LONGEST, is_fault
 from kl_guard.token_stats import Array, Outlier, TokenStats, put_together
 from kl_guard.tokens import TokenSummary, summarize_tokens
 from kl_guard_torch.faults import Faults
@@ -289,7 +291,16 @@ class Capture:
             ids = batch.prompt_ids[outlier.row].tolist()
             mask = [1] * len(ids) if batch.prompt_mask is None else batch.prompt_mask[outlier.row].tolist()
             kept[key] = [token for token, counts in zip(ids, mask, strict=True) if counts][:PROMPT_TOKENS]
-        return dict(zip(kept, processor.batch_decode(list(kept.values())), strict=True)) if kept else {}
+        if not kept:
+            return {}
+        try:
+            texts = list(processor.batch_decode(list(kept.values())))
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._faults.say_once("prompts", f"the text of prompts is not known: {shown(repr(error))}")
+            return {}
+        return {key: text[:LONGEST] for key, text in zip(kept, texts, strict=False) if isinstance(text, str)}
 
 
 def _with_prompts(outliers: Iterable[Outlier], prompts: Prompts) -> list[Outlier]:

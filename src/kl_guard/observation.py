@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from typing import Any
 
 SCALARS = ("kl_mean", "kl_max", "reward", "reward_std", "entropy", "loss", "grad_norm", "learning_rate", "beta")
@@ -129,7 +130,8 @@ def _missing(value: float | None) -> bool:
 def as_number(name: str, value: object) -> float | None:
     """Return a metric as a float, None for a missing one.
 
-    Numbers, numpy scalars, one-element arrays and tensors (on any device) and numbers written as text are taken.
+    Numbers, numpy scalars, one-element arrays and tensors (on any device) and numbers written as text are taken; truth
+    values are none, whatever they come in.
 
     Raises
     ------
@@ -138,22 +140,23 @@ def as_number(name: str, value: object) -> float | None:
     """
     if value is None or type(value) is float:
         return value
-    cause: Exception | None
+    given = value
     try:
+        if isinstance(value, float):
+            return float.__float__(value)  # its own number, whatever a subclass says
+        if not isinstance(value, (str, numbers.Real, Decimal)):
+            value = getattr(value, "item", _no_item)()
         if isinstance(value, bool):
             raise TypeError("a truth value is not a metric")
-        if isinstance(value, str):
-            return float(value)
-        if isinstance(value, numbers.Real):
-            return float(value)
-        item = getattr(value, "item", None)
-        if item is not None:
-            return float(item())
+        return float(value)
     except Exception as error:  # whatever a foreign type raises, it has no number to give
-        cause = error
-    else:
-        cause = None
-    raise ValueError(f"{name} must be a number (or a one-element tensor, or None), got {_short(value)}") from cause
+        raise ValueError(
+            f"{shown(name)} must be a number (or a one-element tensor, or None), got {_short(given)}"
+        ) from error
+
+
+def _no_item() -> float:
+    raise TypeError("it is no number and has none")
 
 
 def as_step(value: object) -> int:
@@ -190,7 +193,17 @@ def _short(value: object) -> str:
         text = f"{value!r} ({type(value).__name__})"
     except Exception:
         text = f"something of type {type(value).__name__}"
-    return text if len(text) <= 120 else text[:117] + "..."
+    return shown(text)
+
+
+def shown(text: str, longest: int = 120) -> str:
+    r"""Return text from a log or a foreign object for a line: in characters that print, and no more than some.
+
+    >>> shown("kl" * 100, 10), shown("\x1b[2J")
+    ('klklklk...', '\\x1b[2J')
+    """
+    cut = text if len(text) <= longest else text[: longest - 3] + "..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
 def read_observation(step: Any, metrics: Mapping[str, Any], window: Any) -> tuple[Observation | None, dict[str, str]]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from kl_guard.config import KLKind
 from kl_guard.names import BESIDE, BY_NAME, FIELDS, KL_NAMES, RANKS, STEPS, KLName, meaning, split
-from kl_guard.observation import as_number
+from kl_guard.observation import as_number, shown
 
 MANY = 10_000  # names that are remembered: a trainer may give each step's metrics names of their own
+LISTED = 40  # names that a message has
 CLOCKS = ("train_runtime", "_runtime", "runtime")  # names of the seconds since the start of a run
 ROUNDING = -1e-6  # a KL below this is no k3, whatever rounding did
 
@@ -26,8 +27,8 @@ class KLSource:
     framework: str = ""
 
     def __str__(self) -> str:
-        others = f"; other KLs there: {', '.join(self.others)}" if self.others else ""
-        return f"KL is read from {self.name!r} ({self.kind or 'of unknown kind'}){others}"
+        others = f"; other KLs there: {', '.join(map(shown, self.others))}" if self.others else ""
+        return f"KL is read from {shown(repr(self.name))} ({self.kind or 'of unknown kind'}){others}"
 
 
 class MetricReader:
@@ -107,7 +108,8 @@ class MetricReader:
         entries = {key: entry for key in self._finite if (entry := self._entry(key)) is not None}
         if self.key is not None:
             if self.key not in self._names:
-                raise ValueError(f"there is no {self.key!r}; there are: {', '.join(sorted(self._names)) or 'no names'}")
+                there = ", ".join(map(shown, sorted(self._names)[:LISTED])) or "no names"
+                raise ValueError(f"there is no {shown(repr(self.key))}; there are: {there}")
             chosen = self.key
         else:
             ranked = sorted(

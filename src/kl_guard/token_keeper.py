@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_guard.lines import JsonLines
+from kl_guard.observation import shown
 from kl_guard.outliers import OutlierLedger
 from kl_guard.thinned_tokens import worth_keeping
 from kl_guard.token_stats import Excerpt, Outlier, TokenStats
@@ -60,7 +61,7 @@ class TokenKeeper:
         except AttributeError:
             stats = None
         except Exception as error:
-            self._warn("tokens", f"tokens cannot be read, the step counts without them: {error!r}")
+            self._warn("tokens", f"tokens cannot be read, the step counts without them: {shown(repr(error))}")
             return None
         if isinstance(stats, TokenStats):
             return stats
@@ -115,7 +116,7 @@ class TokenKeeper:
         latest = self.ledger.latest
         if latest is None or step != self.ledger.last_step or not self._log_text:
             return ()
-        return tuple(replace(e, texts=tuple(self._text(token_id) for token_id in e.token_ids)) for e in latest.excerpts)
+        return tuple(replace(e, texts=tuple(_clean(self._text(i)) for i in e.token_ids)) for e in latest.excerpts)
 
     def _text(self, token_id: int | None) -> str | None:
         if token_id is None or self._text_of is None:
@@ -123,10 +124,10 @@ class TokenKeeper:
         try:
             return str(self._text_of(token_id))
         except BaseException as error:
-            if not _is_fault(error):
+            if not is_fault(error):
                 raise
             self._text_of = None
-            self._warn("text", f"the text of tokens is not known: {error!r}")
+            self._warn("text", f"the text of tokens is not known: {shown(repr(error))}")
             return None
 
 
@@ -135,7 +136,7 @@ def _clean(text: str | None) -> str | None:
     return None if text is None else text[:LONGEST].encode("utf-8", "backslashreplace").decode()
 
 
-def _is_fault(error: BaseException) -> bool:
+def is_fault(error: BaseException) -> bool:
     """Whether an exception says that something went wrong, not that somebody wants to stop."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
 

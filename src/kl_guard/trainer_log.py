@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_guard.names import STEPS
+from kl_guard.observation import shown
 from kl_guard.reading import KLSource, MetricReader
 
 
@@ -63,7 +64,9 @@ class TrainerLog:
         if self.source is None:
             self._reader = MetricReader(key)
         else:
-            self._warn("key", f"key={key!r} comes too late: KL is read from {self.source.name!r} already")
+            self._warn(
+                "key", f"key={shown(repr(key))} comes too late: KL is read from {shown(repr(self.source.name))} already"
+            )
 
     def _choose(self) -> None:
         try:
