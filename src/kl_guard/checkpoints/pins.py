@@ -122,13 +122,13 @@ class PinStore:
                 for name in names:
                     self._hold(base / name, draft / name, name, held)
                 self._check_room(base, names, held)
+            self._building[step] = self._worker.submit(self._finish, draft, names, held, manifest)
         except OSError as error:
             self._give_up(draft, held, f"checkpoint {source} is not pinned: {error}", str(error.errno))
             return False
         except BaseException:
             _leave_none_of(draft, held)  # or this process would take it for one that is being made, for good
             raise
-        self._building[step] = self._worker.submit(self._finish, draft, names, held, manifest)
         return True
 
     @property
