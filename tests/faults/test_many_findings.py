@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from interrupted import Interrupt
-from kl_guard import Finding, KLGuard, Severity, shortening
+from kl_guard import Finding, KLGuard, Severity, blocks, shortening
 from kl_guard.findings import Cause
 from kl_guard.journal import Journal
 from kl_guard.lines import encode
@@ -32,6 +32,8 @@ def calls_in(work):
 def test_an_outlier_in_each_step(tmp_path, monkeypatch, caplog):
     """Said twice, counted ever after; the ten-thousandth step costs what the thousandth did."""
     monkeypatch.setattr(shortening, "EVERY", 1 << 18)
+    for name, value in {"KEEP": 200, "SIZE": 200, "WORTH": 0}.items():
+        monkeypatch.setattr(blocks, name, value)
     guard = KLGuard(output_dir=tmp_path)
     calls = {}
     for step in range(1, MANY + 1):
@@ -49,7 +51,7 @@ def test_an_outlier_in_each_step(tmp_path, monkeypatch, caplog):
     assert len(caplog.records) == 1  # the first is information
     assert calls[MANY] < 1.5 * calls[1_000]
     assert len(guard.outliers) == 64
-    assert journal_of(tmp_path).stat().st_size < 1_500_000
+    assert journal_of(tmp_path).stat().st_size < MANY * len(encode(guard.history[-1].known())) / 2
     assert (tmp_path / "kl_guard" / "tokens.jsonl").stat().st_size < 4_000_000
     page = render(story_of(tmp_path / "kl_guard"))
     assert len(page.encode()) < 200_000
