@@ -18,6 +18,8 @@ from kl_guard.paths import safe_name, unused
 
 logger = logging.getLogger("kl_guard")
 
+NAMED = 10  # lines that cannot be read and are named; of the others there is the number
+
 _WRITERS: weakref.WeakValueDictionary[str, Journal] = weakref.WeakValueDictionary()  # by folder, in this process
 
 
@@ -129,10 +131,12 @@ class Journal:
             self.unreadable = True
             logger.warning("kl-guard: %s cannot be read (%s)", self.path, error)
             return
-        for note in notes:
-            if note not in self._noted:
-                self._noted.add(note)
-                logger.warning("kl-guard: %s", note)
+        news = [note for note in notes if note not in self._noted]
+        self._noted.update(news)
+        for note in news[:NAMED]:
+            logger.warning("kl-guard: %s", note)
+        if len(news) > NAMED:
+            logger.warning("kl-guard: %s: %d more lines are torn or not records", self.path, len(news) - NAMED)
 
     def archive(self) -> None:
         """Move a journal of an earlier run aside, under its run id, so that a new one can begin."""

@@ -47,7 +47,7 @@ def open_files() -> list[str]:
 
 
 def main() -> None:
-    """Train with two workers that are made anew in each epoch."""
+    """Train with workers that are made anew in each epoch."""
     folder, how = Path(sys.argv[1]), sys.argv[2]
     pins.SMALL = 1  # files are linked, none is copied: the background thread only takes checksums
     os.environ["TRAINER"] = str(os.getpid())
@@ -61,7 +61,8 @@ def main() -> None:
         checkpoint.mkdir()
         (checkpoint / "weights").write_bytes(os.urandom(1 << 25))  # its checksum takes a while
         guard.checkpoint_saved(step, checkpoint)
-        loader = DataLoader(Rows(guard), batch_size=8, num_workers=2, multiprocessing_context=how)
+        workers = 2 if how == "fork" else 1  # which imports torch anew, for seconds
+        loader = DataLoader(Rows(guard), batch_size=8, num_workers=workers, multiprocessing_context=how)
         for batch in loader:
             step += 1
             guard.observe(step, 0.02)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kl_guard.alerts import trackers, urls
 from kl_guard.alerts.incident import Incident
-from kl_guard.alerts.lanes import SECONDS, Lanes
+from kl_guard.alerts.lanes import Lanes
 
 logger = logging.getLogger("kl_guard")
 
@@ -106,8 +106,8 @@ class Alerts:
         if incident.decision.action == "halt":
             self._lanes.wait(HANDOVER, trackers.NAMES)
 
-    def close(self, seconds: float = SECONDS) -> None:
-        """Wait until all is sent, no longer than `seconds`, and end the threads."""
+    def close(self, seconds: float | None = None) -> None:
+        """Wait until all is sent, no longer than `seconds` (10 where None), and end the threads."""
         if self._lanes is not None:
             self._lanes.close(seconds)
             self._lanes = None

@@ -58,11 +58,12 @@ class Lanes:
             self._changed.wait_for(lambda: not busy(), seconds)
             return busy()
 
-    def close(self, seconds: float = SECONDS) -> None:
+    def close(self, seconds: float | None = None) -> None:
         """Wait for what is to be done, and end the threads; one that hangs is left to itself."""
         atexit.unregister(self.close)
         if self.pid != os.getpid():
             return
+        seconds = SECONDS if seconds is None else seconds
         late = self.wait(seconds)
         with self._changed:
             for queue in self._queues.values():

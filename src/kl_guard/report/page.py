@@ -24,6 +24,8 @@ OTHERS = {
     "learning_rate": "Learning rate",
     "beta": "Weight of the KL penalty (beta)",
 }
+MOST_FINDINGS = 200  # listed, the latest; runs that are resumed into the same trouble have many
+MOST_NOTES = 10
 MOST_EVENTS = 60  # checkpoints drawn
 SPREAD = 5.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
@@ -77,6 +79,8 @@ def render(story: Story) -> str:
         excerpts=[_excerpt(story.tokens, excerpt) for excerpt in story.tokens.excerpts] if story.tokens else [],
         tried=[_settings(cause.settings) for cause in story.reason.causes] if story.reason else [],
         headline=headline,
+        findings=story.findings[-MOST_FINDINGS:],
+        notes=story.notes[:MOST_NOTES],
         number=number,
         steps=steps,
     )

@@ -17,6 +17,8 @@ from kl_guard.outliers import OutlierLedger
 from kl_guard.token_keeper import NAME as TOKENS
 from kl_guard.versions import versions
 
+MOST_ATTEMPTS = 10  # that are told of; with the default budget there are 2
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -110,16 +112,18 @@ def _findings(records: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """Return the attempts before the present one, each with all that it had observed."""
-    attempts: list[Attempt] = []
+    """Return the last attempts before the present one, each with all that it had observed."""
+    ends: list[tuple[int, int]] = []
     for index, record in enumerate(records):
         if record["type"] == "rollback":
             try:
-                to_step = int(record["to_step"])
+                ends.append((index, int(record["to_step"])))
             except (KeyError, OverflowError, TypeError, ValueError):
                 continue
-            before = recall(records[:index])
-            attempts.append(Attempt(before.attempt, before.history, to_step))
+    attempts = []
+    for index, to_step in ends[-MOST_ATTEMPTS:]:
+        before = recall(records[:index])
+        attempts.append(Attempt(before.attempt, before.history, to_step))
     return attempts
 
 
