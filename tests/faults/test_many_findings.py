@@ -138,4 +138,4 @@ def test_ten_thousand_halts_of_one_guard(tmp_path, monkeypatch):
     assert calls[300] < 1.2 * calls[50]
     assert sum(len(encode(record)) for record in retell(guard._memory)) < 20_000
     assert len(list((tmp_path / "kl_guard" / "incidents").iterdir())) <= 10
-    assert len(Journal(tmp_path / "kl_guard").read()) > 900
+    assert len(list(Journal(tmp_path / "kl_guard").read())) > 900

@@ -15,6 +15,7 @@ from kl_guard.report.thinning import Point
 SIZE = 1000
 DECADES_SHOWN = 6
 DECADE = 10.0
+LARGEST = 1e300  # so is 1 / LARGEST the smallest: next to the ends of floating point there are no round decades
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Scale:
         positive = [value for value in values if value > 0]
         self.logarithmic = logarithmic and bool(positive)
         if self.logarithmic:
-            high = max(positive)
-            low = max(min(positive), high / DECADE**DECADES_SHOWN)
+            high = min(max(positive), LARGEST)
+            low = max(min(positive), high / DECADE**DECADES_SHOWN, 1 / LARGEST)
             self.low = DECADE ** math.floor(math.log10(low))
             self.high = max(DECADE ** math.ceil(math.log10(high)), DECADE * self.low)
         else:
