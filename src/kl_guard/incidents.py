@@ -109,8 +109,6 @@ def write_report(folder: Path, target: Path) -> Path:
         Without jinja2.
     """
     from kl_guard.report import render, story_of  # what it needs is loaded only when something has happened
+    from kl_guard.report.writing import write_page
 
-    path = target / "report.html"
-    draft = target / "report.html.tmp"
-    draft.write_text(render(story_of(folder)), encoding="utf-8", errors="backslashreplace")
-    return draft.replace(path)
+    return write_page(target / "report.html", render(story_of(folder)))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kl_guard._version import __version__
+from kl_guard.cli.terminal import in_one_line, let_go, listening, say, shown
 
 USAGE = 2
 FAULT = 70  # a bug of ours; not 1, which a script may take for a critical finding
@@ -25,13 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _see_to_streams()
     try:
         options = _parser().parse_args(argv)
-        from kl_guard.cli.terminal import listening
-
         with listening():
             status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
-        _close_output()
+        let_go(sys.stdout)
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -43,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         import traceback
 
-        from kl_guard.cli.terminal import shown
-
-        print(shown(traceback.format_exc()), end="", file=sys.stderr)
+        say(shown(traceback.format_exc()), to="stderr", end="")
         return _flushed(FAULT)
     return status
 
@@ -65,24 +62,17 @@ def _flushed(status: int) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _close_output()
+        let_go(sys.stdout)
     except OSError as error:
-        _close_output()
+        let_go(sys.stdout)
         if status != USAGE:
             _complain(f"kl-guard: error: {_one_line(error)}")
         return USAGE
     return status
 
 
-def _close_output() -> None:
-    """Let what cannot be printed any more go nowhere, instead of failing once more at the very end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _complain(text: str) -> None:
-    from kl_guard.cli.terminal import in_one_line
-
-    print(in_one_line(text), file=sys.stderr)
+    say(in_one_line(text), to="stderr")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -63,6 +63,10 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{piped.STDIN}, which is {piped.NAME}, can be given once")
     if options.report and len(options.logs) * len(settings) != 1:
         raise ValueError("--report takes one log and no --sweep")
+    if options.report:
+        from kl_guard.report.writing import refuse_to_overwrite
+
+        refuse_to_overwrite(Path(options.report), _files(Path(options.logs[0])))
     asked = [
         Question({**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
         for setting in settings
@@ -75,8 +79,9 @@ def run(options: argparse.Namespace) -> int:
             told += answers(log, options.key, asked, on_terminal)
     if options.report:
         from kl_guard.report import render
+        from kl_guard.report.writing import write_page
 
-        Path(options.report).write_text(render(told[0].story()), encoding="utf-8")
+        write_page(Path(options.report), render(told[0].story()))
     if options.json:
         for one in told:
             json.dump(one.to_dict(), sys.stdout)
@@ -88,6 +93,11 @@ def run(options: argparse.Namespace) -> int:
         for note in dict.fromkeys(note for one in told for note in one.result.notes):
             print(terminal.wrapped(terminal.in_one_line(f"note: {note}")), file=sys.stderr)
     return 0
+
+
+def _files(log: Path) -> list[Path]:
+    """Return the files that a log is read from: where it is a folder, all that are in it."""
+    return [path for path in log.rglob("*") if path.is_file()] if log.is_dir() else [log]
 
 
 def _positive(text: str) -> float:

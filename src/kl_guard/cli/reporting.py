@@ -43,10 +43,13 @@ def add_to(commands: Any) -> None:
 def run_report(options: argparse.Namespace) -> int:
     """Write the report and print where."""
     from kl_guard.report import render, story_of
+    from kl_guard.report.writing import refuse_to_overwrite, write_page
 
     folder = _folder(options.run_dir)
     target = Path(options.output) if options.output else folder / "report.html"
-    target.write_text(render(story_of(folder)), encoding="utf-8")
+    own = [path for path in folder.rglob("*") if path.is_file() and path.name != "report.html"]
+    refuse_to_overwrite(target, own)
+    write_page(target, render(story_of(folder)))
     print(terminal.in_one_line(str(target)) if sys.stdout.isatty() else target)
     return 0
 

@@ -8,7 +8,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Literal, TextIO
 
 NARROWEST = 20
 COLOURS = {"critical": "31;1", "warn": "33", "info": "36", "good": "32", "dim": "2"}
@@ -69,6 +70,23 @@ def wrapped(text: str, indent: str = "  ") -> str:
     )
 
 
+def say(text: str, *, to: Literal["stdout", "stderr"] = "stdout", end: str = "\n") -> None:
+    """Print what can be printed: a stream that is full, or that nobody reads, costs its text and nothing else."""
+    stream: TextIO = getattr(sys, to)
+    try:
+        print(text, end=end, file=stream, flush=True)
+    except (OSError, ValueError):
+        let_go(stream)
+
+
+def let_go(stream: TextIO) -> None:
+    """Let what cannot be printed any more go nowhere, instead of failing once more at the very end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 @contextmanager
 def listening() -> Iterator[None]:
     """Print what the guard logs, such as warnings of its own, on standard error."""
@@ -76,7 +94,7 @@ def listening() -> Iterator[None]:
 
     class Printer(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            print(shown(self.format(record)), file=sys.stderr, flush=True)
+            say(shown(self.format(record)), to="stderr")
 
     logger, printer = logging.getLogger("kl_guard"), Printer()
     logger.addHandler(printer)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from kl_guard.cli import knobs, terminal
 
 if TYPE_CHECKING:
+    import subprocess
+
     from kl_guard import Decision, Finding, KLGuard
     from kl_guard.alerts import Alerts
 
@@ -71,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
         Path(options.log).open("rb").close()  # said at once where it cannot be; one that is not there may come
     guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
+    command = _Command(options.on_critical, options.log)
     with closing(alerts), Follower(options.log) as follower, _View(options.log) as view:
         while True:
             rows = follower.poll()
@@ -78,13 +81,17 @@ def run(options: argparse.Namespace) -> int:
                 view.note(note)
             for row in rows:
                 decision = _take(guard, row, options.key)
+                grave = [one for one in decision.findings if one.severity == "critical" or one == decision.reason]
+                for finding in grave:
+                    _tell(alerts, guard, finding, options, runs=command.waits)
+                if grave:
+                    command.start(decision.reason or grave[0])  # before anything is printed, which may block
                 for finding in decision.findings:
                     view.say(finding)
-                    if finding.severity == "critical" or finding == decision.reason:
-                        _tell(alerts, guard, finding, options)
+                command.finish()
                 if decision:
                     view.show(guard)
-                    return _act(decision, options)
+                    return CRITICAL
             if rows:
                 quiet_since = time.monotonic()
             elif options.idle is not None and time.monotonic() - quiet_since >= options.idle:
@@ -107,12 +114,12 @@ def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
     return guard.log(row, step, key=key)
 
 
-def _tell(alerts: Alerts, guard: KLGuard, finding: Finding, options: argparse.Namespace) -> None:
+def _tell(alerts: Alerts, guard: KLGuard, finding: Finding, options: argparse.Namespace, *, runs: bool) -> None:
     """Send an alert: the run itself goes on, as far as can be known here."""
     from kl_guard import Decision
     from kl_guard.alerts import incident_of
 
-    next_ = "the command given for it is run" if options.on_critical else "kl-guard watch does not stop the run"
+    next_ = "the command given for it is run" if runs else "kl-guard watch does not stop the run"
     incident = incident_of(
         Decision(findings=(finding,)),
         finding,
@@ -125,27 +132,43 @@ def _tell(alerts: Alerts, guard: KLGuard, finding: Finding, options: argparse.Na
     alerts.send(incident, alerts.targets(tracked=False))
 
 
-def _act(decision: Decision, options: argparse.Namespace) -> int:
-    import subprocess
+class _Command:
+    """The user's command for a critical finding: run once, for the first one, whatever else goes wrong."""
 
-    reason = decision.reason
-    if options.on_critical and reason is not None:
+    def __init__(self, text: str | None, log: str) -> None:
+        self._text = text
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.waits = bool(text)
+
+    def start(self, finding: Finding) -> None:
+        """Start the command, the first time."""
+        if self._text is None or not self.waits:
+            return
+        self.waits = False
+        import subprocess
+
         facts = {
-            "SIGNATURE": reason.signature,
-            "STEP": reason.step,
-            "ONSET": reason.onset_step,
-            "DEPARTURE": reason.departure_step,
-            "LOG": options.log,
+            "SIGNATURE": finding.signature,
+            "STEP": finding.step,
+            "ONSET": finding.onset_step,
+            "DEPARTURE": finding.departure_step,
+            "LOG": self._log,
         }
         told = {f"KL_GUARD_{name}": "" if value is None else str(value) for name, value in facts.items()}
         # The user's own command as it was typed; nothing of the log is put into it.
         try:
-            done = subprocess.run(options.on_critical, shell=True, env={**os.environ, **told}, check=False)  # noqa: S602
+            self._process = subprocess.Popen(self._text, shell=True, env={**os.environ, **told})  # noqa: S602
         except (OSError, ValueError) as error:
-            print(f"kl-guard: the command could not be run: {error}", file=sys.stderr)
-        else:
-            print(f"kl-guard: the command ended with {done.returncode}", file=sys.stderr)
-    return CRITICAL
+            terminal.say(f"kl-guard: the command could not be run: {error}", to="stderr")
+
+    def finish(self) -> None:
+        """Wait for its end, where it was started."""
+        if self._process is not None:
+            with self._process as process:
+                status = process.wait()
+            self._process = None
+            terminal.say(f"kl-guard: the command ended with {status}", to="stderr")
 
 
 class _View:
@@ -161,19 +184,19 @@ class _View:
 
     def __exit__(self, *_: object) -> None:
         if self._live and self._shown:
-            print()
+            terminal.say("")
 
     def say(self, finding: Finding) -> None:
         """Print a finding."""
         from kl_guard.messages import describe
 
         self._clear()
-        print(terminal.painted(terminal.wrapped(describe(finding), "    "), str(finding.severity)), flush=True)
+        terminal.say(terminal.painted(terminal.wrapped(describe(finding), "    "), str(finding.severity)))
 
     def note(self, text: str) -> None:
         """Print what is peculiar about the log."""
         self._clear()
-        print(terminal.in_one_line(f"kl-guard: {text}"), file=sys.stderr, flush=True)
+        terminal.say(terminal.in_one_line(f"kl-guard: {text}"), to="stderr")
 
     def show(self, guard: KLGuard) -> None:
         """Bring the line up to date."""
@@ -194,9 +217,9 @@ class _View:
             text += sparkline(recent, room, plain=terminal.plain())
         self._clear()
         self._shown = terminal.in_one_line(text)[: terminal.width() - 1]
-        print(self._shown, end="", flush=True)
+        terminal.say(self._shown, end="")
 
     def _clear(self) -> None:
         if self._live and self._shown:
-            print("\r" + " " * len(self._shown) + "\r", end="")
+            terminal.say("\r" + " " * len(self._shown) + "\r", end="")
             self._shown = ""
