@@ -56,7 +56,7 @@ class Scale:
         self.logarithmic = logarithmic and bool(positive)
         if self.logarithmic:
             high = min(max(positive), LARGEST)
-            low = max(min(positive), high / DECADE**DECADES_SHOWN, 1 / LARGEST)
+            low = min(max(min(positive), high / DECADE**DECADES_SHOWN, 1 / LARGEST), LARGEST)
             self.low = DECADE ** math.floor(math.log10(low))
             self.high = max(DECADE ** math.ceil(math.log10(high)), DECADE * self.low)
         else:
