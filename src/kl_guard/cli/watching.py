@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CRITICAL = 1
 LONGEST = 1e6  # seconds
+PATIENCE = 2.0  # seconds that printing waits for the end of the command, so that the output of each stands by itself
 
 
 def add_to(commands: Any) -> None:
@@ -159,6 +160,9 @@ class _Command:
         # The user's own command as it was typed; nothing of the log is put into it.
         try:
             self._process = subprocess.Popen(self._text, shell=True, env={**os.environ, **told})  # noqa: S602
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            pass  # `finish` waits for its end
         except (OSError, ValueError) as error:
             terminal.say(f"kl-guard: the command could not be run: {error}", to="stderr")
 
