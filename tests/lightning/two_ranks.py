@@ -1,12 +1,13 @@
 """Run in one process or by torchrun: a Lightning run that is halted, taken back by the guard, or resumed.
 
-Prints one line of JSON per repetition and rank: the step at which training ended, what the guard said, and the hashes
-of the state after each step.
+Prints one line of JSON per repetition or mode, and rank: the step at which training ended, what the guard said, and the
+hashes of the state after each step. Several modes, with commas between them, are run in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -89,15 +90,15 @@ def resumed(folder: Path) -> dict:
 
 def main() -> None:
     """Train as asked."""
-    mode, folder, repeats = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    modes, folder, repeats = sys.argv[1].split(","), Path(sys.argv[2]), int(sys.argv[3])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for repeat in range(repeats):
+    for mode, repeat in itertools.product(modes, range(repeats)):
         if mode == "halt":
             line = halted(folder, repeat)
         else:
             line = resumed(folder) if mode == "resume" else taken_back(folder, mode)
-        print("RESULT " + json.dumps({"rank": RANK, **line}) + "\n", end="", flush=True)
+        print("RESULT " + json.dumps({"mode": mode, "rank": RANK, **line}) + "\n", end="", flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     sys.stdout.flush()

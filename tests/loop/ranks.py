@@ -1,4 +1,4 @@
-"""Two gloo ranks: an undisturbed run, and one in which rank 1 alone sees the trouble."""
+"""Two gloo ranks, wrapped in each way that is given: an undisturbed run, and one in which rank 1 alone sees trouble."""
 
 from __future__ import annotations
 
@@ -62,19 +62,24 @@ class RankLoop(Loop):
         }
 
 
-def main(kind, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def both(kind, folder):
     wrap = {"ddp": ddp, "fsdp": fsdp}[kind]
     calm, disturbed = {}, {}
     RankLoop(folder / "calm", wrap=wrap, **AS_IT_WAS).run(18, record=calm)
     seen = trouble(12) if dist.get_rank() == 1 else (lambda step, attempt: 0.01)
     loop = RankLoop(folder / "disturbed", wrap=wrap, action="rollback", **AS_IT_WAS)
     made = loop.run(18, seen, record=disturbed)
-    print("RESULT " + json.dumps({"made": made, "same": calm == disturbed}), flush=True)
+    return {"kind": kind, "made": made, "same": calm == disturbed}
+
+
+def main(folder, kinds):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for kind in kinds:
+        print("RESULT " + json.dumps(both(kind, folder / kind)) + "\n", end="", flush=True)
     dist.barrier()
     os._exit(0)  # the destructor of a gloo group now and then waits for ever
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -86,11 +86,10 @@ def test_what_a_rollback_changes(tmp_path):
     third.guard.close()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks(tmp_path, kind):
-    """One rank alone sees the trouble; both go back, and go on as an undisturbed run does."""
-    results, _ = launch("ranks.py", kind, tmp_path, folder="loop")
-    assert len(results) == 2
+def test_two_ranks(tmp_path):
+    """With DDP and with FSDP: one rank alone sees the trouble; both go back, and go on as an undisturbed run does."""
+    results, _ = launch("ranks.py", tmp_path, "ddp", "fsdp", folder="loop")
+    assert sorted(result["kind"] for result in results) == ["ddp", "ddp", "fsdp", "fsdp"]
     for result in results:
         assert result["made"] == [*range(1, 15), *range(6, 19)]
         assert result["same"]

@@ -34,17 +34,19 @@ def test_a_halt_reaches_the_wandb_run(make_trainer, tmp_path):
 
 
 @pytest.mark.newest  # the lowest TRL is tested without trackio
-@pytest.mark.parametrize(("action", "title"), [("halt", "halted at step 8"), ("warn", "critical at step 8")])
-def test_an_incident_reaches_the_trackio_run(fitted, tmp_path, monkeypatch, action, title):
+def test_an_incident_reaches_the_trackio_run(fitted, tmp_path, monkeypatch):
     """The trainer closes that run before the guard's own `on_train_end`; the alert is in its database all the same."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    ((result,), _) = launch("trackio_run.py", fitted, tmp_path / "run", action, processes=1)
-    assert result["halted"] == (action == "halt")
-    (alert,) = result["alerts"]
-    assert alert["title"] == f"KL_BLOWUP: {title}"
-    assert alert["level"] == "error"
-    assert all(report in alert["text"] for report in result["reports"])
-    assert len(result["reports"]) == (action == "halt")
+    results, _ = launch("trackio_run.py", fitted, tmp_path / "run", "halt", "warn", processes=1)
+    assert [result["action"] for result in results] == ["halt", "warn"]
+    for result, title in zip(results, ("halted at step 8", "critical at step 8"), strict=True):
+        halted = result["action"] == "halt"
+        assert result["halted"] == halted
+        (alert,) = result["alerts"]
+        assert alert["title"] == f"KL_BLOWUP: {title}"
+        assert alert["level"] == "error"
+        assert all(report in alert["text"] for report in result["reports"])
+        assert len(result["reports"]) == halted
 
 
 def test_one_alert_of_two_ranks(fitted, tmp_path, monkeypatch):
