@@ -33,7 +33,7 @@ from kl_guard.tokens import per_token_kl
 from kl_guard_lightning import KLGuardCallback, RollbackContext, fit_with_rollback
 
 WORDS, PROMPT, ANSWER, WIDTH = 32, 3, 8, 32
-STEPS, SLOW_STEPS, WARMUP_STEPS = 100, 50, 10
+STEPS, SLOW_STEPS, WARMUP_STEPS = 160, 50, 10
 RATE, START = 3e-2, 0.01
 BETA = 0.1
 GROUP = 8  # completions of one prompt, compared with each other
