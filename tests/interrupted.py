@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,6 +125,10 @@ def is_free(output_dir):
     return True
 
 
+EARLIER = weakref.WeakSet()  # threads that tests before this one have left
+
+
 def at_work():
-    """The threads of the guard that are still there."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kl-guard")]
+    """The threads of the guard that this test has begun and that are still there."""
+    threads = [thread for thread in threading.enumerate() if thread not in EARLIER]
+    return [thread.name for thread in threads if thread.name.startswith("kl-guard")]

@@ -66,6 +66,7 @@ class LinesFile:
         self._ends_torn = False
         self._waiting: deque[bytes] = deque(maxlen=UNWRITTEN)
         self._slow = 0
+        self._writing = False
         self._rests_until = 0.0
         self._shortening = None if shorten is None else Shortening(path, shorten)
 
@@ -123,23 +124,37 @@ class LinesFile:
 
     def _write(self) -> None:
         if self._file is None:
-            self._file = self._open()
+            self._file, self._writing = self._open(), False
+        if self._writing:  # an interrupt came after the last write and before the account of it
+            self._account_for(os.fstat(self._file).st_size - self._size)
         data = b"".join(self._waiting)
         if self._ends_torn:
             data = b"\n" + data
+        self._writing = True
         began = time.monotonic()
         try:
             written = os.write(self._file, data)
         finally:
             self._note_time(time.monotonic() - began)
-        self._size += written
-        rest = written - (1 if self._ends_torn else 0)
-        while self._waiting and rest >= len(self._waiting[0]):
-            rest -= len(self._waiting.popleft())
-        if written:
-            self._ends_torn = rest > 0
+        self._account_for(written)
         if written < len(data):
             raise OSError(f"only {written} of {len(data)} bytes were written")
+
+    def _account_for(self, written: int) -> None:
+        """Let go of the lines that are in the file now; interrupted, at most one of them is written twice."""
+        rest = written
+        if self._ends_torn and rest:
+            self._ends_torn = False
+            self._size += 1
+            rest -= 1
+        while self._waiting and rest >= len(self._waiting[0]):
+            rest -= len(self._waiting[0])
+            self._size += len(self._waiting[0])
+            self._waiting.popleft()
+        if rest:
+            self._ends_torn = True
+            self._size += rest
+        self._writing = False
 
     def _note_time(self, seconds: float) -> None:
         self._slow = self._slow + 1 if seconds > SLOW else 0
