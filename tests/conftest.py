@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 
 import hypothesis
@@ -19,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def threads_of_earlier_tests():
-    """What a test says of threads is about its own: a tracker that was closed may take its alert a while later."""
+def nothing_of_earlier_tests():
+    """What a test says of threads is about its own, and no run that another has left open hears of its alerts."""
+    if "trackio" in sys.modules:  # a run that was finished stays the present one of its thread
+        sys.modules["trackio"].context_vars.current_run.set(None)
     interrupted.EARLIER.update(threading.enumerate())

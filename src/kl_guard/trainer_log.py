@@ -75,4 +75,4 @@ class TrainerLog:
             self._warn("key", f"no KL is read: {error}")
             return
         if source is not None:
-            self._warn("source", f"{source}; key= of log() takes another, kl_kind= says what it is")
+            self._warn("source", f"{source}; key takes another, kl_kind says which kind it is")

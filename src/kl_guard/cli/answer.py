@@ -12,7 +12,7 @@ from typing import Any
 
 from kl_guard.checkpoints.manifest import size_of
 from kl_guard.checkpoints.soundness import problems
-from kl_guard.cli import terminal
+from kl_guard.cli import tables, terminal
 from kl_guard.cli.curve import sparkline
 from kl_guard.config import GuardConfig
 from kl_guard.findings import Checkpoint
@@ -35,6 +35,7 @@ class Answer:
     setting: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     there: dict[int, Path] = field(default_factory=dict)
+    unsound: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     hours_saved: float | None = None
     money_saved: float | None = None
@@ -140,14 +141,15 @@ def answers(
     there = _checkpoints(Path(log)) if checkpoints else {}
     sound = _Sound(there, shown)
     for question, config, (result, history) in zip(questions, configs, results, strict=True):
-        checkpoint = None
+        checkpoint: str | None = None
+        unsound: dict[str, str] = {}
         if result.departure_step is not None:
             index = history.index(result.departure_step)
             first = history[index].first_step if index < len(history) else result.departure_step
-            checkpoint = sound.newest_before(first - 1)
+            checkpoint, unsound = sound.newest_before(first - 1)
         saved = _hours_saved(history.steps, result, question.hours, series.seconds)
         money = None if saved is None or question.cost_per_hour is None else saved * question.cost_per_hour
-        yield Answer(log, result, history, question.setting, checkpoint, there, asdict(config), saved, money)
+        yield Answer(log, result, history, question.setting, checkpoint, there, unsound, asdict(config), saved, money)
 
 
 def _within(told: Told, part: int, parts: int, share: float) -> None:
@@ -175,35 +177,21 @@ def as_text(one: Answer) -> str:
 
 def table(answers: list[Answer]) -> str:
     """Return several answers, one line each."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     names = list(dict.fromkeys(name for one in answers for name in one.setting))
     logs = {one.log for one in answers}
     short = len({Path(log).name for log in logs}) == len(logs)
-    shown = Table(box=None, pad_edge=False)
-    for column in ("log", *names):
-        shown.add_column(column, overflow="fold")
-    for column in ("steps", "alarm", "onset", "departure", "go back to", "findings"):
-        shown.add_column(column, justify="right" if column != "findings" else "left", overflow="fold")
+    columns = {"log": True, **dict.fromkeys(names, False)}
+    columns |= dict.fromkeys(("steps", "alarm", "onset", "departure"), False)
+    columns |= {"go back to": True, "findings": True}
+    rows = []
     for one in answers:
         result = one.result
         numbers = [one.steps[-1] if one.steps else None, result.fired_at, result.onset_step, result.departure_step]
         back = Path(one.checkpoint).name if one.checkpoint else None
         said = ", ".join(dict.fromkeys(finding.signature for finding in result.findings))
-        cells = [
-            Path(one.log).name if short else one.log,
-            *(one.setting.get(name) for name in names),
-            *numbers,
-            back,
-            said,
-        ]
-        shown.add_row(*(Text(terminal.in_one_line("-" if cell is None else str(cell))) for cell in cells))
-    console = Console(width=terminal.width(), no_color=not terminal.in_colour(), highlight=False)
-    with console.capture() as captured:
-        console.print(shown)
-    return captured.get().rstrip()
+        log = Path(one.log).name if short else one.log
+        rows.append([log, *(one.setting.get(name) for name in names), *numbers, back, said])
+    return tables.table(columns, rows)
 
 
 def _verdict(one: Answer) -> str:
@@ -217,6 +205,9 @@ def _verdict(one: Answer) -> str:
         lines.append(f"The curve left its own regime at about step {result.departure_step}.")
     if one.checkpoint is not None:
         lines.append(f"Go back to {terminal.in_one_line(one.checkpoint)}, the newest checkpoint here from before that.")
+    elif one.unsound:
+        wrong = "; ".join(f"{name}: {why}" for name, why in list(one.unsound.items())[:3])
+        lines.append(terminal.in_one_line(f"No checkpoint from before that is whole ({wrong})."))
     elif one.there:
         lines.append(f"None of the {len(one.there)} checkpoints beside this log is from before that.")
     if one.hours_saved is not None:
@@ -248,19 +239,25 @@ class _Sound:
     def __init__(self, there: dict[int, Path], shown: Shown) -> None:
         self._there = there
         self._shown = shown
-        self._known: dict[int, bool] = {}
+        self._known: dict[int, str | None] = {}
 
-    def newest_before(self, behind: int) -> str | None:
-        """Return the newest sound checkpoint of a step before `behind`, the update that is suspect already."""
+    def newest_before(self, behind: int) -> tuple[str | None, dict[str, str]]:
+        """Return the newest sound checkpoint of a step before `behind`, the update that is suspect already.
+
+        And what is wrong with those that are newer, by name.
+        """
+        unsound: dict[str, str] = {}
         for step in sorted((step for step in self._there if step < behind), reverse=True):
             if step not in self._known:
                 path = self._there[step]
                 with self._shown(f"checking {path.name}") as told:
                     wrong = next(problems(path, on_bytes=counted(told, size_of(path))), None)
-                self._known[step] = wrong is None
-            if self._known[step]:
-                return str(self._there[step])
-        return None
+                self._known[step] = wrong
+            why = self._known[step]
+            if why is None:
+                return str(self._there[step]), unsound
+            unsound[self._there[step].name] = why
+        return None, unsound
 
 
 def _hours_saved(

@@ -38,6 +38,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--sweep",
         nargs="+",
+        action="extend",
         default=[],
         metavar="KNOB=A,B",
         help="try every combination of these values, as in: --sweep ratio=4,8,16 abs_floor=0.1,0.5",

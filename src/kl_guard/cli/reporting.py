@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kl_guard.cli import terminal
+from kl_guard.cli import tables, terminal
 
 FOLDER = "kl_guard"
 
@@ -81,24 +81,13 @@ def run_tokens(options: argparse.Namespace) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     names = ["steps", "kl", "policy_logprob", "ref_logprob", "position", "token_id", "text", "prompt"]
     names = [name for name in names if any(name in row for row in rows)]
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        words = name in {"text", "prompt"}
-        table.add_column(name.replace("_", " "), justify="left" if words else "right", overflow="fold")
-    for row in rows:
-        cells = [row.get(name, "-") for name in names]
-        shown = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
-        table.add_row(*(Text(terminal.in_one_line(cell)[:200]) for cell in shown))
-    console = Console(width=terminal.width(), no_color=not terminal.in_colour(), highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip()
+    cells = [[row.get(name) for name in names] for row in rows]
+    return tables.table(
+        {name.replace("_", " "): name in {"text", "prompt"} for name in names},
+        [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in cells],
+    )
 
 
 def _folder(run_dir: str) -> Path:

@@ -74,7 +74,7 @@ def say(text: str, *, to: Literal["stdout", "stderr"] = "stdout", end: str = "\n
     """Print what can be printed: a stream that is full, or that nobody reads, costs its text and nothing else."""
     stream: TextIO = getattr(sys, to)
     try:
-        print(text, end=end, file=stream, flush=True)
+        print(text + end, end="", file=stream, flush=True)  # one write, so that no other comes between
     except (OSError, ValueError):
         let_go(stream)
 

@@ -85,7 +85,8 @@ class LineFormat(ABC):
 class LineLog(Log):
     """A log that is read line by line.
 
-    A last line without an end that cannot be read is torn: the run is still writing it, or was killed.
+    A last line without an end that cannot be read is torn: the run is still writing it, or was killed. Where it was
+    resumed into the same file, such a line stands in the middle: it is left out, as long as more lines can be read.
     """
 
     def __init__(self, path: Path, make_format: Callable[[], LineFormat]) -> None:
@@ -99,6 +100,7 @@ class LineLog(Log):
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
         form, any_rows = self._make_format(), False
+        surplus = 0  # of lines that could be read over those that could not
         self._lines.on_share = self.on_share
         for line in self._lines:
             try:
@@ -107,7 +109,12 @@ class LineLog(Log):
                 if any_rows and self._lines.torn:
                     self.notes.add("torn", f"{self.path}: line {self._lines.number} is torn; it is left out")
                     return
-                raise ValueError(f"{self.path}: line {self._lines.number} {error}") from error
+                surplus -= 1
+                if not any_rows or surplus < 0:
+                    raise ValueError(f"{self.path}: line {self._lines.number} {error}") from error
+                self.notes.add("damaged", f"{self.path}: line {self._lines.number} {error}; it is left out")
+                continue
+            surplus += 1
             any_rows = any_rows or bool(found)
             yield from found
 
