@@ -94,7 +94,7 @@ def test_what_is_peculiar_about_it(tmp_path):
     [
         (b"", "standard input: neither JSON nor a CSV file"),
         (b'{"step": 1, "loss": 0.1}\n', "standard input: no KL in this log; it has: loss, step"),
-        (LINES.encode() + b"{no\n" * 61, "standard input: line 121 is not JSON"),
+        (LINES.encode() + b"{no\n" * 60, "standard input: line 61 is not JSON"),
     ],
 )
 def test_what_is_no_log(given, message):

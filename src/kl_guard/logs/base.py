@@ -86,7 +86,7 @@ class LineLog(Log):
     """A log that is read line by line.
 
     A last line without an end that cannot be read is torn: the run is still writing it, or was killed. Where it was
-    resumed into the same file, such a line stands in the middle: it is left out, as long as more lines can be read.
+    resumed into the same file, such a line stands in the middle: it is left out, as long as most lines can be read.
     """
 
     def __init__(self, path: Path, make_format: Callable[[], LineFormat]) -> None:
@@ -99,24 +99,28 @@ class LineLog(Log):
 
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
-        form, any_rows = self._make_format(), False
-        surplus = 0  # of lines that could be read over those that could not
+        form = self._make_format()
+        good = bad = 0  # lines that gave rows, lines that could not be read
+        first = ""  # what was wrong with the first bad one
         self._lines.on_share = self.on_share
         for line in self._lines:
             try:
                 found = form.parse(line)
             except ValueError as error:
-                if any_rows and self._lines.torn:
-                    self.notes.add("torn", f"{self.path}: line {self._lines.number} is torn; it is left out")
-                    return
-                surplus -= 1
-                if not any_rows or surplus < 0:
-                    raise ValueError(f"{self.path}: line {self._lines.number} {error}") from error
-                self.notes.add("damaged", f"{self.path}: line {self._lines.number} {error}; it is left out")
+                where = f"{self.path}: line {self._lines.number} "
+                if good and self._lines.torn:
+                    self.notes.add("torn", f"{where}is torn; it is left out")
+                    break
+                if not good:
+                    raise ValueError(f"{where}{error}") from error
+                first = first or f"{where}{error}"
+                bad += 1
+                self.notes.add("damaged", f"{where}{error}; it is left out")
                 continue
-            surplus += 1
-            any_rows = any_rows or bool(found)
+            good += bool(found)
             yield from found
+        if bad >= good > 0:
+            raise ValueError(f"{first} (and {bad - 1} more like it)" if bad > 1 else first)
 
     def without_kl(self, names: list[str]) -> str:  # noqa: D102
         return self._without_kl(names)
