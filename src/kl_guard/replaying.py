@@ -14,10 +14,13 @@ from kl_guard.findings import Decision, Finding
 from kl_guard.guard import KLGuard
 from kl_guard.history import History
 from kl_guard.logs import open_log
+from kl_guard.logs.text import Notes
 from kl_guard.reading import KLSource
 from kl_guard.series import Series, from_log, from_rows
 
 logger = logging.getLogger("kl_guard")
+
+FEW = 3  # a run may have been resumed so often, however short it is
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def replay(
     ------
     ValueError
         For a row that cannot be read; the message has its number, and for a file path and line. For a file that holds
-        no KL, and a `key` that is not there.
+        no KL, a `key` that is not there, and rows of which most go back in step.
     OSError
         If the file cannot be opened.
 
@@ -108,18 +111,23 @@ def judged(series: Series, config: GuardConfig, overrides: Mapping[str, Any]) ->
     guard = KLGuard(built, rank=0, expected_observations=len(first), announce=False, alerts=())
     findings: list[Finding] = []
     decision = Decision()
-    notes: list[str] = []
+    notes = Notes()
+    read = 0
     for number, observation in chain(first, steps):
+        read += 1
         last = guard.history.steps[-1] if len(guard.history) else None
         if last is not None and observation.step < last:
-            notes.append(f"row {number}: steps go back from {last} to {observation.step}, read as a resume")
+            notes.add("back", f"row {number}: steps go back from {last} to {observation.step}, read as a resume")
             guard.resumed(observation.step - 1 if observation.step else 0)
         answer = guard.take(observation)
         findings += answer.findings
         decision = answer if answer and not decision else decision
-    notes = [*series.notes, *notes]
+    if notes.count("back") > max(FEW, read // 2):
+        raise ValueError(f"{series.place}steps go back in most rows: sort them by step, the first step first")
     source = _as_read(series.source, built)
-    return ReplayResult(tuple(findings), decision, len(guard.history), tuple(notes), source), guard.history
+    return ReplayResult(
+        tuple(findings), decision, len(guard.history), (*series.notes, *notes.texts), source
+    ), guard.history
 
 
 def _series(source: Source, key: str | None) -> Series:

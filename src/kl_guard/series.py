@@ -74,6 +74,11 @@ class Series:
         return (self._log.notes.texts if self._log else []) + self._notes
 
     @property
+    def place(self) -> str:
+        """Where it comes from, to begin a message with."""
+        return f"{self._log.path}: " if self._log else ""
+
+    @property
     def seconds(self) -> float | None:
         """How long the run took by its log, in seconds; None where it does not say, complete when all was read."""
         longest = max(self._seconds, self._log.seconds if self._log else 0.0)

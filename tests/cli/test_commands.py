@@ -111,7 +111,7 @@ def test_a_sweep_is_a_table(log, tmp_path):
         (["replay", "{log}", "--key", "kel"], "there is no 'kel'; there are: kl, step"),
         (["replay", "{log}", "--sweep", "ratio"], "--sweep takes KNOB=VALUE,VALUE"),
         (["replay", "{log}", "--sweep", "ratio=4,x"], "ratio must be a number, got 'x'"),
-        (["replay", "{log}", "--hours", "-1"], "must be a number above 0, got '-1'"),
+        (["replay", "{log}", "--hours", "-1"], "must be a number above 0 and at most 1e9, got '-1'"),
         (["watch", "{log}", "--interval", "0"], "--interval must be a number above 0"),
     ],
 )

@@ -57,7 +57,6 @@ def run(*arguments):
         (0, ["replay", "bad.jsonl"]),  # the answer is in what is printed
         (0, ["replay", "bad.jsonl", "good.jsonl", "--json"]),
         (2, ["replay", "nowhere"]),
-        (2, ["replay", "bad.jsonl", "nowhere"]),
         (2, ["replay", "bad.jsonl", "--ratio", "0.5"]),
         (2, ["replay", "bad.jsonl", "--report", "nowhere/out.html"]),
         (0, ["watch", "good.jsonl", *SPEAKS]),

@@ -66,7 +66,7 @@ def test_what_is_no_log(here, capsys, content, message):
         (["replay", "run.jsonl", "--report", "folder"], "folder: Is a directory"),
         (["replay", "run.jsonl", "--report", ""], "the path is empty"),
         (["replay", "run.jsonl", "run.jsonl", "--report", "x.html"], "--report takes one log and no --sweep"),
-        (["replay", "run.jsonl", "--cost-per-hour", "nan"], "must be a number above 0, got 'nan'"),
+        (["replay", "run.jsonl", "--cost-per-hour", "nan"], "must be a number above 0 and at most 1e9, got 'nan'"),
         (["replay", "run.jsonl", "--sweep", "ratio="], "--sweep takes KNOB=VALUE"),
         (["replay", "run.jsonl", "--sweep", "ratio=4,,5"], "ratio must be a number, got ''"),
         (["replay", "run.jsonl", "--sweep", "ratio=4,nan"], "ratio must be a finite number above 1, got nan"),
@@ -122,11 +122,19 @@ def test_names_are_text(here, capsys, monkeypatch, name):
     assert (here / "out.html").stat().st_size > 1000
 
 
-def test_values_that_json_does_not_have(capsys):
-    """Infinite money is a string, as everywhere."""
-    assert main(["replay", "run.jsonl", "--json", "--hours", "1e308", "--cost-per-hour", "1e308"]) == 0
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told["money_saved"] == "inf"
+def test_values_that_json_does_not_have(here, capsys):
+    """An infinite KL in the evidence is a string, as everywhere."""
+    (here / "infinite.jsonl").write_text(LINES + '{"step": 1000, "kl": Infinity}\n' * 3)
+    assert main(["replay", "infinite.jsonl", "--json"]) == 0
+    text = capsys.readouterr().out
+    json.loads(text, parse_constant=pytest.fail)
+    assert '"inf"' in text
+
+
+def test_money_and_hours_have_a_limit(capsys):
+    """What they come to is a number."""
+    assert main(["replay", "run.jsonl", "--hours", "1e308"]) == 2
+    assert "must be a number above 0 and at most 1e9, got '1e308'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_what_is_peculiar_about_it(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (b"", "standard input: neither JSON nor a CSV file"),
+        (b"", "standard input: empty, so neither JSON nor a CSV file"),
         (b'{"step": 1, "loss": 0.1}\n', "standard input: no KL in this log; it has: loss, step"),
         (LINES.encode() + b"{no\n" * 60, "standard input: line 61 is not JSON"),
     ],

@@ -61,3 +61,24 @@ def test_checkpoints_from_before_that_are_not_whole(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "No checkpoint from before that is whole (checkpoint-20: " in text
     assert "is from before that" not in text
+
+
+def test_a_log_that_cannot_be_read_costs_no_other(tmp_path, capsys):
+    """It is named, and the status says so."""
+    write(tmp_path / "a.jsonl", blow_up())
+    (tmp_path / "b.jsonl").write_text("nothing\n")
+    write(tmp_path / "c.jsonl", [0.02] * 50)
+    assert main(["replay", "a.jsonl", "b.jsonl", "nowhere.jsonl", "c.jsonl"]) == 2
+    out, errors = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["log", "a.jsonl", "c.jsonl"]
+    assert [line.split()[2] for line in errors.splitlines()] == ["b.jsonl:", "nowhere.jsonl:"]
+    assert main(["replay", "b.jsonl", "nowhere.jsonl"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_knob_is_said_once(tmp_path, capsys):
+    """Not once for each log."""
+    for name in "abc":
+        write(tmp_path / name, blow_up())
+    assert main(["replay", "a", "b", "c", "--sweep", "ratio=4,-1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -110,7 +110,7 @@ def test_rows_that_cannot_be_read(source, text):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("", "neither JSON nor a CSV file"),
+        ("", "empty, so neither JSON nor a CSV file"),
         ("step,loss\n1,0.5\n", r"neither JSON nor a CSV file with a column kl or kl_mean; columns: \['loss', 'step'\]"),
         ('{"step": 1, "loss": 0.5}\n', "no KL in this log; it has: loss, step"),
         ('{"log_history": []}', "no KL in this log; it has: nothing"),
@@ -164,3 +164,34 @@ def test_a_torn_last_line_is_left_out(tmp_path, caplog):
     path.write_text('{"step": 1, "kl": 0.5}\n{"step": 2, "kl": 0.5}\n{"step": 3, "k')
     assert replay(path).observations == 2
     assert "line 3 is torn" in caplog.text
+
+
+def test_a_log_with_the_newest_row_first(tmp_path):
+    """Read as it stands, each row would be a resume, and nothing would ever be found."""
+    rows = [{"step": step, "kl": kl} for step, kl in enumerate(VALUES, start=1)]
+    assert replay(rows).decision
+    with pytest.raises(ValueError, match=r"^steps go back in most rows: sort them by step"):
+        replay(rows[::-1])
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    with pytest.raises(ValueError, match=f"^{path}: steps go back in most rows"):
+        replay(path)
+
+
+def test_many_resumes_are_one_note():
+    """The first, and how many more."""
+    rows = [{"step": step, "kl": 0.02} for start in range(0, 60, 5) for step in range(start, start + 10)]
+    (note,) = replay(rows).notes
+    assert note == "row 11: steps go back from 9 to 5, read as a resume (and 10 more like it)"
+
+
+def test_a_file_that_lay_on_a_disk_that_lost_power(tmp_path):
+    """Zero bytes in the middle: the line is left out."""
+    lines = [json.dumps({"step": step, "kl": kl}) for step, kl in enumerate(VALUES, start=1)]
+    lines[5] = "\0" * 100
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    result = replay(path)
+    assert result.observations == len(VALUES) - 1
+    assert result.decision
+    assert ["line 6" in note for note in result.notes] == [True]

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kl_guard._version import __version__
-from kl_guard.cli.terminal import in_one_line, let_go, listening, say, shown
+from kl_guard.cli.terminal import USAGE, complain, in_one_line, let_go, listening, say, shown
 
-USAGE = 2
 FAULT = 70  # a bug of ours; not 1, which a script may take for a critical finding
 INTERRUPTED = 130
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # of help, or a usage error
         return _flushed(error.code if isinstance(error.code, int) else USAGE)
     except (ValueError, TypeError, OSError, ImportError, RecursionError, OverflowError) as error:
-        _complain(f"kl-guard: error: {_one_line(error)}")
+        complain(error)
         return _flushed(USAGE)
     except Exception:
         import traceback
@@ -66,20 +65,16 @@ def _flushed(status: int) -> int:
     except OSError as error:
         let_go(sys.stdout)
         if status != USAGE:
-            _complain(f"kl-guard: error: {_one_line(error)}")
+            complain(error)
         return USAGE
     return status
-
-
-def _complain(text: str) -> None:
-    say(in_one_line(text), to="stderr")
 
 
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        _complain(f"{self.prog}: error: {message} (see {self.prog} --help)")
+        say(in_one_line(f"{self.prog}: error: {message} (see {self.prog} --help)"), to="stderr")
         sys.exit(USAGE)
 
 
@@ -96,9 +91,3 @@ def _parser() -> argparse.ArgumentParser:
     watching.add_to(commands)
     reporting.add_to(commands)
     return parser
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or repr(error)

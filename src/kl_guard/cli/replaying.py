@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kl_guard.cli.answer import Answer
 
 
+LARGEST = 1e9  # hours, or money an hour
+
+
 def add_to(commands: Any) -> None:
     """Add the command."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -51,6 +54,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay each log with each setting and print what comes of it."""
+    from kl_guard import GuardConfig
     from kl_guard.cli import piped
     from kl_guard.cli.answer import Question, answers, as_text, table
     from kl_guard.progress import on_terminal
@@ -72,12 +76,21 @@ def run(options: argparse.Namespace) -> int:
         Question({**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
         for setting in settings
     ]
+    for question in asked:
+        GuardConfig.build(**question.knobs)  # what is wrong with a knob is said once, not of each log
     told: list[Answer] = []
+    unread = 0
     for log in options.logs:
-        if log == piped.STDIN:
-            told += piped.answers(options.key, asked, on_terminal)
-        else:
-            told += answers(log, options.key, asked, on_terminal)
+        try:
+            if log == piped.STDIN:
+                told += piped.answers(options.key, asked, on_terminal)
+            else:
+                told += list(answers(log, options.key, asked, on_terminal))
+        except (ValueError, OSError) as error:
+            if len(options.logs) == 1:
+                raise
+            terminal.complain(error)
+            unread += 1
     if options.report:
         from kl_guard.report import render
         from kl_guard.report.writing import write_page
@@ -87,13 +100,13 @@ def run(options: argparse.Namespace) -> int:
         for one in told:
             json.dump(one.to_dict(), sys.stdout)
             print()
-    elif len(told) == 1:
+    elif len(options.logs) * len(settings) == 1:
         print(as_text(told[0]))
-    else:
+    elif told:
         print(table(told))
         for note in dict.fromkeys(note for one in told for note in one.result.notes):
             print(terminal.wrapped(terminal.in_one_line(f"note: {note}")), file=sys.stderr)
-    return 0
+    return terminal.USAGE if unread else 0
 
 
 def _files(log: Path) -> list[Path]:
@@ -106,6 +119,6 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    if not 0 < value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1e9, got {text!r}")
     return value

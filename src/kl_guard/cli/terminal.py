@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, TextIO
 
+USAGE = 2  # the status of a usage error, or of what cannot be read or written
 NARROWEST = 20
 COLOURS = {"critical": "31;1", "warn": "33", "info": "36", "good": "32", "dim": "2"}
 
@@ -77,6 +78,15 @@ def say(text: str, *, to: Literal["stdout", "stderr"] = "stdout", end: str = "\n
         print(text + end, end="", file=stream, flush=True)  # one write, so that no other comes between
     except (OSError, ValueError):
         let_go(stream)
+
+
+def complain(error: Exception) -> None:
+    """Say in one line on standard error what is wrong."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = " ".join(str(error).split()) or repr(error)
+    say(in_one_line(f"kl-guard: error: {text}"), to="stderr")
 
 
 def let_go(stream: TextIO) -> None:

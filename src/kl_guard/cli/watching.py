@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
     from kl_guard import Decision, Finding, KLGuard
     from kl_guard.alerts import Alerts
+    from kl_guard.logs import Follower
 
 CRITICAL = 1
 LONGEST = 1e6  # seconds
+SILENCE = 60.0  # seconds without a KL after which that is said
+ROWS = 20  # or so many rows
+NAMES = 40  # that are told
 PATIENCE = 2.0  # seconds that printing waits for the end of the command, so that the output of each stands by itself
 
 
@@ -70,11 +74,14 @@ def run(options: argparse.Namespace) -> int:
     alerts = Alerts(options.alert, given="--alert")
     if options.idle is not None and not options.idle >= 0:
         raise ValueError(f"--idle must be a number of at least 0, got {options.idle}")
-    if Path(options.log).is_dir() or Path(options.log).is_file():
-        Path(options.log).open("rb").close()  # said at once where it cannot be; one that is not there may come
+    if Path(options.log).exists():  # said at once what is wrong with it; one that is not there may come
+        if not Path(options.log).is_dir() and not Path(options.log).is_file():
+            raise ValueError(f"{options.log}: watch takes a file, and this is a pipe or a device")
+        Path(options.log).open("rb").close()
     guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
     command = _Command(options.on_critical, options.log)
+    silence = _Silence(options.key)
     with closing(alerts), Follower(options.log) as follower, _View(options.log) as view:
         while True:
             rows = follower.poll()
@@ -96,8 +103,12 @@ def run(options: argparse.Namespace) -> int:
             if rows:
                 quiet_since = time.monotonic()
             elif options.idle is not None and time.monotonic() - quiet_since >= options.idle:
+                if hint := silence.hint(follower, rows, guard, at_end=True):
+                    view.note(hint)
                 return 0
             view.show(guard)
+            if hint := silence.hint(follower, rows, guard):
+                view.note(hint)
             time.sleep(options.interval)
 
 
@@ -173,6 +184,34 @@ class _Command:
                 status = process.wait()
             self._process = None
             terminal.say(f"kl-guard: the command ended with {status}", to="stderr")
+
+
+class _Silence:
+    """Says once that nothing is seen in a log: it may be the wrong file, or its KL has a name that is not known."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+        self._since = time.monotonic()
+        self._rows = 0
+        self._names: dict[str, None] = {}
+        self._said = False
+
+    def hint(self, follower: Follower, rows: list[dict[str, Any]], guard: KLGuard, *, at_end: bool = False) -> str:
+        """Return what is to be said now, mostly nothing."""
+        if self._said or guard.source is not None:
+            return ""
+        self._rows += len(rows)
+        for row in rows:
+            self._names.update(dict.fromkeys(list(row)[: NAMES - len(self._names)]))
+        if not at_end and self._rows < ROWS and time.monotonic() - self._since < SILENCE:
+            return ""
+        self._said = True
+        if not follower.path.is_file():
+            return f"{follower.path}: the file is not there" + ("" if at_end else " yet")
+        wanted = "KL" if self._key is None else repr(self._key)
+        names = f"; there are: {', '.join(self._names)}" if self._names else ""
+        ends = "" if follower.line else ", no line with an end"
+        return f"{follower.path}: no {wanted} in {follower.line} lines{ends}, {self._rows} of them with metrics{names}"
 
 
 class _View:

@@ -41,7 +41,9 @@ def open_log(path: str | os.PathLike[str]) -> Log:
     head = head_of(path)
     if is_events(head):
         return EventLog(path)
-    if b"\0" in head and not _is_journal(head):
+    if not head:
+        raise ValueError(f"{path}: empty, so neither JSON nor a CSV file")
+    if b"\0" in head.lstrip().partition(b"\n")[0]:  # further on a crash may have left some
         raise ValueError(f"{path}: binary, neither JSON nor a CSV file nor text that a trainer prints")
     text = head.decode("utf-8-sig", "replace")
     if re.match(r"\s*(\{|\[\s*(\{|\]|$))", text):
@@ -65,14 +67,6 @@ def line_format(text: str) -> type[LineFormat]:
 def first_line(text: str) -> str:
     """Return the first line that is not empty."""
     return text.lstrip().partition("\n")[0].rstrip("\r")
-
-
-def _is_journal(head: bytes) -> bool:
-    """Whether the first line is a record of a journal; a crash may have left NUL bytes further on."""
-    try:
-        return is_record(json.loads(head.partition(b"\n")[0]))
-    except (ValueError, RecursionError):
-        return False
 
 
 def _is_python(line: str) -> bool:

@@ -32,6 +32,10 @@ class Notes:
         self._notes.setdefault(kind, [text, 0])
         self._notes[kind][1] = int(self._notes[kind][1]) + 1
 
+    def count(self, kind: str) -> int:
+        """Return how often a kind of thing came."""
+        return int(self._notes[kind][1]) if kind in self._notes else 0
+
     def news(self) -> list[str]:
         """Return the texts that this has not returned yet, the first of each kind."""
         new = [str(text) for kind, (text, _) in self._notes.items() if kind not in self._given]
