@@ -124,7 +124,9 @@ def test_names_are_text(here, capsys, monkeypatch, name):
 
 def test_values_that_json_does_not_have(here, capsys):
     """An infinite KL in the evidence is a string, as everywhere."""
-    (here / "infinite.jsonl").write_text(LINES + '{"step": 1000, "kl": Infinity}\n' * 3)
+    values = [0.02] * 39 + [float("inf")] * 4
+    lines = (json.dumps({"step": step, "kl": kl}) + "\n" for step, kl in enumerate(values, start=1))
+    (here / "infinite.jsonl").write_text("".join(lines))
     assert main(["replay", "infinite.jsonl", "--json"]) == 0
     text = capsys.readouterr().out
     json.loads(text, parse_constant=pytest.fail)

@@ -162,13 +162,22 @@ def test_a_function_that_fails(make_trainer, caplog, how):
     assert "on_rollback raised" in caplog.text
 
 
-@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, "x", True])
-def test_bad_factors_are_refused(make_trainer, value, caplog):
+def test_bad_factors_are_refused(make_trainer, caplog):
     """In the configuration at once; from a function with the value, and then the configured ones hold."""
-    with pytest.raises((TypeError, ValueError), match="lr_factor must be a finite number above 0"):
-        KLGuardCallback(lr_factor=value)
-    _, trainer = guarded(make_trainer, on_rollback=lambda context: context.scale_learning_rate(value))
+    refused = []
+
+    def change(context):
+        for value in (0, -1, math.inf, math.nan, "x", True):
+            with pytest.raises((TypeError, ValueError), match="lr_factor must be a finite number above 0"):
+                KLGuardCallback(lr_factor=value)
+            with pytest.raises((TypeError, ValueError), match="factor must be a finite number above 0"):
+                context.scale_learning_rate(value)
+            refused.append(value)
+        context.scale_learning_rate(0)
+
+    _, trainer = guarded(make_trainer, on_rollback=change)
     trainer.train()
+    assert len(refused) == 6
     assert training_logs(trainer)[-1]["learning_rate"] == pytest.approx(0.5e-4)
     assert "factor must be a finite number above 0" in caplog.text
 
