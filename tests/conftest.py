@@ -22,6 +22,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def nothing_of_earlier_tests():
     """What a test says of threads is about its own, and no run that another has left open hears of its alerts."""
-    if "trackio" in sys.modules:  # a run that was finished stays the present one of its thread
-        sys.modules["trackio"].context_vars.current_run.set(None)
+    if trackio := sys.modules.get("trackio"):  # a run that was finished stays the present one of its thread
+        trackio.context_vars.current_run.set(None)
     interrupted.EARLIER.update(threading.enumerate())
