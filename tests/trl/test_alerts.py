@@ -49,6 +49,7 @@ def test_an_incident_reaches_the_trackio_run(fitted, tmp_path, monkeypatch):
         assert len(result["reports"]) == halted
 
 
+@pytest.mark.newest
 def test_one_alert_of_two_ranks(fitted, tmp_path, monkeypatch):
     """Rank 0 sends, whichever rank has seen it; what lets it in is in none of the files."""
     with receiver() as service:

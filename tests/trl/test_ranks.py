@@ -36,6 +36,7 @@ def test_one_rank_sees_the_trouble(fitted, tmp_path):
     check(pairs, tmp_path)
 
 
+@pytest.mark.newest
 def test_a_broken_guard_on_one_rank(fitted, tmp_path):
     """Its training goes on, and a later halt of the other rank still stops both."""
     pairs, errors = torchrun("fault", fitted, tmp_path, 2)

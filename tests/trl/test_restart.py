@@ -119,6 +119,7 @@ def test_the_halted_state_of_a_later_attempt_can_be_resumed(make_trainer, tmp_pa
     assert trainer.beta == pytest.approx(0.2)
 
 
+@pytest.mark.newest
 def test_checkpoints_of_an_older_run_do_not_count(make_trainer, tmp_path):
     """They lie in the same folder; their history is another one, so they are neither pinned nor gone back to."""
     make_trainer([], **{**SAVING, "save_steps": 3, "seed": 5}).train()

@@ -170,6 +170,7 @@ def test_what_cannot_be_taken_back_is_refused():
     assert "sync_ref_model with a sharded model" in why_not_back(trainer)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "remove"])
 def test_damaged_checkpoints_are_passed_over(make_trainer, tmp_path, caplog, damage):
     """The pin of the target and its original are spoiled: the one before is gone back to, and the file is named."""

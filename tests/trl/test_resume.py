@@ -65,6 +65,7 @@ def test_a_resumed_run_halts_like_an_uninterrupted_one(make_trainer, tmp_path, u
     assert second.guard.attempt == 0
 
 
+@pytest.mark.newest
 def test_the_journal_tells_the_whole_story(make_trainer, tmp_path):
     """Observations, checkpoints, the resume, the halt: in order, in one file."""
     run(make_trainer, Stop(34))
@@ -113,6 +114,7 @@ def test_the_halted_state_can_be_resumed(make_trainer, tmp_path):
     assert trainer.state.global_step == 60
 
 
+@pytest.mark.newest
 def test_a_fresh_start_in_a_used_folder(make_trainer, tmp_path):
     """Without a resume the old journal is put aside, and its findings and baseline do not count."""
     old, _ = run(make_trainer)

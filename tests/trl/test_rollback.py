@@ -124,6 +124,7 @@ def test_factors_do_not_add_up(make_trainer):
     assert not guard.halted
 
 
+@pytest.mark.newest
 def test_a_function_in_its_place(make_trainer, tmp_path):
     """`on_rollback` gets what it needs, and what it does by the context's methods is journaled."""
     seen = []
@@ -146,6 +147,7 @@ def test_a_function_in_its_place(make_trainer, tmp_path):
     assert change_record == {"type": "change", "attempt": 1, "learning_rate": 0.3, "beta": 1.0}
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("how", ["raises", "trains"])
 def test_a_function_that_fails(make_trainer, caplog, how):
     """What is configured is changed instead; a replay without any change would fail again."""
@@ -162,6 +164,7 @@ def test_a_function_that_fails(make_trainer, caplog, how):
     assert "on_rollback raised" in caplog.text
 
 
+@pytest.mark.newest
 def test_bad_factors_are_refused(make_trainer, caplog):
     """In the configuration at once; from a function with the value, and then the configured ones hold."""
     refused = []
@@ -195,6 +198,7 @@ def test_trackers_see_one_end(make_trainer, first):
     assert tracker.events == ["begin", "begin", "end"]
 
 
+@pytest.mark.newest
 def test_what_lies_in_the_folder_afterwards(make_trainer, tmp_path):
     """Later checkpoints moved aside, the target where the trainer looks for it, nothing deleted."""
     events = Events()
@@ -271,6 +275,7 @@ def test_a_nan_that_comes_back_halts(make_trainer):
     assert "at step 9 it had failed before" in guard.decision.note
 
 
+@pytest.mark.newest
 def test_the_budget_ends_in_a_halt(make_trainer):
     """Trouble that moves on each time: as many rollbacks as allowed, then a halt that says so; it never loops."""
     guard = KLGuardCallback(action="rollback", max_rollbacks=2, grace=0)
@@ -286,6 +291,7 @@ def test_the_budget_ends_in_a_halt(make_trainer):
     assert "all 2 rollbacks are used up" in guard.decision.note
 
 
+@pytest.mark.newest
 def test_raise_after_the_budget(make_trainer):
     """`on_halt="raise"` raises out of the one train() of the user, not between attempts."""
     guard = KLGuardCallback(action="rollback", on_halt="raise")
@@ -328,6 +334,7 @@ def test_the_best_model_is_neither_loaded_nor_the_reason_to_delete(make_trainer,
     assert len(guard.rollbacks) == 1
 
 
+@pytest.mark.newest
 def test_the_journal_tells_the_whole_story(make_trainer, tmp_path):
     """Decision, rollback and change, in this order; observations keep their attempt."""
     _, trainer = guarded(make_trainer)

@@ -175,6 +175,7 @@ def test_training_twice_with_one_callback(make_trainer, tmp_path):
     assert (tmp_path / "run" / "kl_guard" / f"journal-{first}.jsonl").is_file()
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "values",
     [lambda step: "high", lambda step: [1.0, 2.0], lambda step: torch.ones(3), lambda step: object()],
@@ -189,6 +190,7 @@ def test_values_that_are_no_numbers(make_trainer, caplog, values):
     assert len([t for t in said(caplog) if "kl_mean must be a number" in t]) == 1
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("value", [torch.tensor(1000.0), "1000.0", torch.tensor([1000.0], dtype=torch.bfloat16)])
 def test_values_that_are_numbers_in_disguise(make_trainer, value):
     """Tensors and text halt like floats."""
@@ -294,6 +296,7 @@ def test_a_keyboard_interrupt_goes_through(make_trainer, monkeypatch):
         make_trainer([KLGuardCallback()]).train()
 
 
+@pytest.mark.newest
 def test_without_trl_one_line_says_what_to_install(tmp_path):
     """The adapter names its extra; the error is of the import system's own kind."""
     (tmp_path / "trl.py").write_text("raise ModuleNotFoundError(\"No module named 'trl'\", name='trl')")
