@@ -3,10 +3,10 @@
     python benchmarks/false_alarms.py [--runs 2000] [--blow-ups 500] [--long 100] [--seed 0]
 
 `--runs` healthy runs of 200 to 5,000 observations and `--long` of 20,000, evenly over five families; `--blow-ups`, and
-half as many of `--long` as blow up late in 20,000. Beside them a quarter as many runs each with noise rougher than any
-recorded series has. Every observation goes to a `KLGuard` with its defaults. A critical finding would have ended the
-run: the run stops there. A delay is counted in observations from a crossing of the threshold, or from the cause, to
-the critical finding (see `simulated_runs.Run`). Intervals are Wilson's, at 95 %.
+`--long` that blow up late in 20,000. Beside them a quarter as many runs each with noise rougher than that of any
+recorded series. Every observation goes to a `KLGuard` with its defaults. A critical finding would have ended the run:
+the run stops there. A delay is counted in observations from a crossing of the threshold, or from the cause, to the
+critical finding (see `simulated_runs.Run`). Intervals are Wilson's, at 95 %.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def tasks(runs: int, blow_ups: int, long: int, seed: int) -> list[Task]:
     add("healthy, rougher noise", runs // 4, HEALTHY, LENGTHS, ROUGHER)
     add("blow-up", blow_ups - blow_ups // 4, (f for f in BLOW_UPS if f != LATE), LENGTHS)
     add(f"blow-up in {LATE_LENGTH:,}", blow_ups // 4, [LATE], late)
-    add(f"blow-up in {LONG:,}", long // 2, [LATE], (LONG, LONG))
+    add(f"blow-up in {LONG:,}", long, [LATE], (LONG, LONG))
     add("blow-up, rougher noise", blow_ups // 4, (f for f in BLOW_UPS if f != LATE), LENGTHS, ROUGHER)
     return out
 
@@ -154,6 +154,8 @@ def rows(outcomes: Sequence[Outcome]) -> tuple[list[list[str]], list[list[str]]]
             good.append([group, family, *_healthy_row(members)])
         else:
             bad.append([group, family, *_blow_up_row(members)])
+    if late := [outcome for outcome in outcomes if outcome.task.family == LATE]:
+        bad.append([f"blow-up in {LATE_LENGTH:,} and more", ALL, *_blow_up_row(late)])
     return good, bad
 
 

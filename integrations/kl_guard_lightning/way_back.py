@@ -15,7 +15,8 @@ from kl_guard_lightning.savers import forget_what_is_gone
 from kl_guard_lightning.saves import Saves, reads_plainly, to_load
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import change
-from kl_guard_torch.facts import RestoreFailed, differences
+from kl_guard_torch.facts import differences
+from kl_guard_torch.going_back import agreed_target, settle
 
 logger = logging.getLogger("kl_guard")
 
@@ -71,23 +72,10 @@ class WayBack:
 
         Every process must call this, one whose guard is broken too.
         """
-        found: Checkpoint | None = None
-        try:
-            if guard is not None and ranks.rank() == 0:
-                found = self._prepare_files(guard)
-        except Exception:
-            logger.exception("kl-guard: a fault of the guard itself in making files ready for going back")
-        target: Checkpoint | None = ranks.gather(found)[0]
-        if target is None:
-            return None
-        if not all(ranks.gather(guard is not None and _is_there(target.path))):
-            if guard is not None:
-                guard.give_up(f"{target.path} is not seen by every process: the nodes must share the output folder")
-            return None
-        if guard is not None:
-            guard.rolled_back(target.step)
-        self.target = target
-        self._saves.forget_after(target.step)
+        target = agreed_target(guard, self._prepare_files, Path.exists)
+        if target is not None:
+            self.target = target
+            self._saves.forget_after(target.step)
         return target
 
     def _prepare_files(self, guard: KLGuard) -> Checkpoint | None:
@@ -161,22 +149,10 @@ class WayBack:
         except Exception as error:
             logger.exception("kl-guard: a fault in restoring")
             failed.append(f"a fault in restoring: {error!r}")
-        everywhere = [f"rank {rank}: {text}" for rank, texts in enumerate(ranks.gather(failed)) for text in texts]
-        if everywhere or context is None or guard is None or checkpoint is None:
-            raise RestoreFailed("; ".join(everywhere))
+        context = settle(guard, checkpoint, context, failed)
         if context.seed is not None:
             set_seed(context.seed)
-        guard.changed(context.changes)
         forget_what_is_gone(self.trainer)
-        if ranks.rank() == 0:
-            what = "checked: " + ", ".join(checkpoint.facts) if checkpoint.facts else "only its step could be checked"
-            logger.warning(
-                "kl-guard: back at step %d (attempt %d); %s. Restored and %s",
-                checkpoint.step,
-                guard.attempt,
-                context.describe(),
-                what,
-            )
 
     def _change(self, guard: KLGuard, module: Any, checkpoint: Checkpoint, reason: Finding | None) -> RollbackContext:
         made = RollbackContext(
@@ -210,10 +186,3 @@ class WayBack:
         if len(weights) == ranks.world_size() and found["weights"] not in (weights[0], weights[ranks.rank()]):
             expected["weights"] = weights[ranks.rank()]  # a replica may have had buffers of its own; rank 0 saves
         return list(differences(expected, found, 1.0))
-
-
-def _is_there(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:
-        return False

@@ -15,6 +15,7 @@ from kl_guard_torch import ranks
 from kl_guard_torch.changes import RollbackContext, change
 from kl_guard_torch.facts import RestoreFailed, differences
 from kl_guard_torch.faults import Faults
+from kl_guard_torch.going_back import settle
 from kl_guard_torch.saves import Saves, whats_wrong
 from kl_guard_torch.state import TrainingState
 
@@ -135,16 +136,9 @@ class WayBack:
         except Exception as error:
             logger.exception("kl-guard: a fault in restoring")
             failed = [f"a fault in restoring: {error!r}"]
-        everywhere = [f"rank {r}: {text}" for r, texts in enumerate(self._faults.shared(failed)) for text in texts]
-        if everywhere:
-            raise RestoreFailed("; ".join(everywhere))
+        settle(self._guard, checkpoint, context, failed, share=self._faults.shared, unchecked="not checked")
         if context.seed is not None:
             self._reseed(context.seed)
-        self._guard.changed(context.changes)
-        if ranks.rank() == 0:
-            checked = "checked: " + ", ".join(checkpoint.facts) if checkpoint.facts else "not checked"
-            text = "kl-guard: back at step %d (attempt %d); %s. Restored and %s"
-            logger.warning(text, checkpoint.step, self._guard.attempt, context.describe(), checked)
 
     def _check(self, checkpoint: Checkpoint, lr_factor: float) -> list[str]:
         expected = dict(checkpoint.facts)

@@ -14,7 +14,8 @@ from accelerate.utils import set_seed
 from kl_guard import Checkpoint, Finding, GuardConfig, KLGuard, learning_rate
 from kl_guard_torch import ranks
 from kl_guard_torch.changes import change
-from kl_guard_torch.facts import RestoreFailed, differences, facts_of, fingerprint
+from kl_guard_torch.facts import differences, facts_of, fingerprint
+from kl_guard_torch.going_back import agreed_target, settle
 from kl_guard_torch.room import why_no_room
 from kl_guard_trl import internals, reference
 from kl_guard_trl.changes import RollbackContext
@@ -103,23 +104,11 @@ class WayBack:
 
         Every process must call this, one whose guard is broken too.
         """
-        try:
-            found = self._prepare_files(guard) if guard is not None and self.trainer.args.process_index == 0 else None
-        except Exception:
-            found = None
-            logger.exception("kl-guard: a fault of the guard itself in making files ready for going back")
-        target: Checkpoint | None = ranks.gather(found)[0]
-        if target is None:
-            return None
-        if not all(ranks.gather(guard is not None and _is_folder(target.path))):
-            if guard is not None:
-                guard.give_up(f"{target.path} is not seen by every process: the nodes must share the output folder")
-            return None
-        if guard is not None:
-            guard.rolled_back(target.step)
-        self.target = target
-        internals.forget_rollouts(self.trainer, target.step)
-        internals.unwrap_engine(self.trainer)
+        target = agreed_target(guard, self._prepare_files, Path.is_dir)
+        if target is not None:
+            self.target = target
+            internals.forget_rollouts(self.trainer, target.step)
+            internals.unwrap_engine(self.trainer)
         return target
 
     def _prepare_files(self, guard: KLGuard) -> Checkpoint | None:
@@ -157,21 +146,9 @@ class WayBack:
         except Exception as error:
             logger.exception("kl-guard: a fault in restoring")
             failed.append(f"a fault in restoring: {error!r}")
-        everywhere = [f"rank {rank}: {text}" for rank, texts in enumerate(ranks.gather(failed)) for text in texts]
-        if everywhere or context is None or guard is None or checkpoint is None:
-            raise RestoreFailed("; ".join(everywhere))
+        context = settle(guard, checkpoint, context, failed)
         self._seed = context.seed
         self._learning_rate = context.changes.learning_rate
-        guard.changed(context.changes)
-        if self.trainer.args.process_index == 0:
-            what = "checked: " + ", ".join(checkpoint.facts) if checkpoint.facts else "only its step could be checked"
-            logger.warning(
-                "kl-guard: back at step %d (attempt %d); %s. Restored and %s",
-                checkpoint.step,
-                guard.attempt,
-                context.describe(),
-                what,
-            )
 
     def carry_on(self, guard: KLGuard, checkpoint: Checkpoint | None) -> None:
         """After a restart of the process: put back what no checkpoint holds, beta and a moving reference."""
@@ -250,13 +227,6 @@ class WayBack:
                 aside = folder / "kl_guard" / "quarantine" / f"attempt-{attempt}-completions"
                 aside.mkdir(parents=True, exist_ok=True)
                 file.replace(aside / file.name)
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return Path(path).is_dir()
-    except OSError:
-        return False
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
