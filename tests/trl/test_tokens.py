@@ -261,6 +261,7 @@ def test_a_fault_in_the_capture_never_reaches_training(make_trainer, monkeypatch
     assert len(guard.guard.history) == 8
 
 
+@pytest.mark.newest
 def test_two_ranks_see_the_same(fitted, tmp_path):
     """KL is the trainer's, also where it pools over ranks; the tokens of both are told apart."""
     results, _ = launch("token_ranks.py", fitted, tmp_path, 1, 4)
