@@ -7,6 +7,7 @@ staticmethod and classmethod (properties).
 
     python benchmarks/mutants.py stats            # one package, all mutants
     python benchmarks/mutants.py --sample 30      # 30 of each module, drawn with --seed
+    python benchmarks/mutants.py stats --modules windows noise
     python benchmarks/mutants.py --words          # list also survivors that only change words
 """
 
@@ -52,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", choices=[*TESTS, []], help="all where none is named")
     parser.add_argument("--sample", type=int, metavar="N", help="at most N mutants of each module")
+    parser.add_argument("--modules", nargs="+", metavar="MODULE", help="only these modules, such as windows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--words", action="store_true", help="list survivors that only change words, too")
@@ -61,7 +63,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="kl-guard-mutants-") as made:
             folder = (options.keep or Path(made)) / package
             prepare(folder, package)
-            results = run(folder, options.sample, options.seed, options.jobs)
+            results = run(folder, options.modules, options.sample, options.seed, options.jobs)
             report(folder, package, results, options.words)
 
 
@@ -88,20 +90,24 @@ def prepare(folder: Path, package: str) -> None:
     conftest.write_text(re.sub(r"max_examples=\d+", quick, conftest.read_text()) + ADDED)
 
 
-def run(folder: Path, sample: int | None, seed: int, jobs: int) -> dict[str, str]:
+def run(folder: Path, modules: list[str] | None, sample: int | None, seed: int, jobs: int) -> dict[str, str]:
     """Run mutmut; return how each mutant fared, by name."""
     command = [sys.executable, "-m", "mutmut"]
     names: list[str] = []
-    if sample is not None:
+    if sample is not None or modules is not None:
         none = [*command, "run", "--max-children", str(jobs), "no.such.mutant"]  # makes the mutants, and runs none
         subprocess.run(none, cwd=folder, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         by_module: dict[str, list[str]] = {}
         for name in outcomes(command, folder):
-            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+            module = name.rpartition(".")[0]
+            if modules is None or module.rpartition(".")[2] in modules:
+                by_module.setdefault(module, []).append(name)
         rng = random.Random(seed)
         for module in sorted(by_module):
             these = sorted(by_module[module])
-            names += rng.sample(these, min(sample, len(these)))
+            names += these if sample is None else rng.sample(these, min(sample, len(these)))
+        if not names:
+            sys.exit(f"no mutants in {', '.join(modules or [])}")
     with (folder / "mutmut.log").open("w") as log:
         subprocess.run([*command, "run", "--max-children", str(jobs), *names], cwd=folder, check=False, stdout=log)
     found = outcomes(command, folder)
