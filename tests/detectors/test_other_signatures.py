@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -10,11 +11,13 @@ from kl_guard import GuardConfig, KLGuard, Observation
 from kl_guard.detectors import (
     DriftAsymmetry,
     EntropyCollapse,
+    KLBlowup,
     KLFrozen,
     KLMissing,
     KLNegative,
     KLPlateau,
     KLSaturated,
+    KLSpikes,
     PaddingInMask,
     ReferenceChanged,
     ReferenceReset,
@@ -80,6 +83,14 @@ def test_kl_saturated():
     assert said(KLSaturated(), [{"kl_max": 0.0}] * 30) == []
 
 
+def test_kl_spikes_of_another_kind():
+    """Where no floor is known, five numbers come first."""
+    config = GuardConfig(kl_kind="sequence_sum")
+    spike = [{"kl_mean": kl} for kl in (1000.0, 10.0, 10.0)]
+    assert said(KLSpikes(config), [{"kl_mean": 10.0}] * 4 + spike) == []
+    assert said(KLSpikes(config), [{"kl_mean": 10.0}] * 5 + spike) == [(8, "info")]
+
+
 def test_kl_plateau():
     """Twenty observations above the level, without growth; other kinds of KL have other levels."""
     assert said(KLPlateau(), [{"kl_mean": 1.5}] * 19) == []
@@ -107,6 +118,13 @@ def test_reference_reset():
     detector.reset()
     detector.expect(40, 0.005)
     assert said(detector, [{"kl_mean": 0.0}] * 5, first=41) == []
+
+
+def test_reference_reset_of_another_kind():
+    """The least KL that counts holds for token means only."""
+    detector = ReferenceReset(GuardConfig(kl_kind="sequence_sum"))
+    detector.expect(40, 0.005)
+    assert said(detector, [{"kl_mean": 0.0}] * 5, first=41) == [(43, "warn")]
 
 
 def test_reference_reset_of_a_resumed_run(tmp_path):
@@ -139,6 +157,16 @@ def test_entropy_collapse():
     assert said(EntropyCollapse(), [{"entropy": math.nan}] * 20) == []
 
 
+def test_entropy_collapse_where_a_step_is_told_twice():
+    """While the start is being settled the first word counts."""
+    detector = EntropyCollapse()
+    for step in range(1, 6):
+        for entropy in (1.4, 0.05):
+            assert detector.update(Observation(step, entropy=entropy)) is None
+    found = [detector.update(Observation(step, entropy=0.2)) for step in range(6, 9)]
+    assert [(finding.step, finding.evidence["start"]) for finding in found if finding] == [(7, 1.4)]
+
+
 def test_entropy_collapse_is_named_with_a_blow_up():
     """As its companion."""
     guard = KLGuard(announce=False)
@@ -167,6 +195,13 @@ def test_drift_asymmetry(name):
     assert said(DriftAsymmetry(), [row] * 5) == [(3, "warn")]
     assert said(DriftAsymmetry(), [{**row, "kl_mean": 0.02}] * 9) == []
     assert said(DriftAsymmetry(), [row, row, {**row, name: 0.1}] * 5) == []
+
+
+def test_drift_asymmetry_of_another_kind():
+    """What is elevated is known of token means only; a KL of 0 sits nowhere."""
+    config = GuardConfig(kl_kind="sequence_sum")
+    assert said(DriftAsymmetry(config), [{"kl_mean": 0.02, "end_share": 0.6}] * 5) == [(3, "warn")]
+    assert said(DriftAsymmetry(config), [{"kl_mean": 0.0, "end_share": 0.6}] * 5) == []
 
 
 def test_drift_asymmetry_on_one_id():
@@ -216,6 +251,25 @@ def test_a_blow_up_of_a_few_tokens_is_a_warning():
     assert blow_up.severity.value == "warn"
     assert blow_up.causes[0].name == "a few tokens carry the KL, not the policy at large"
     assert "without them KL is 0.02" in blow_up.message
+
+
+@pytest.mark.parametrize("split", [30, 62, 75])
+def test_a_blow_up_of_a_few_tokens_through_a_restart(split):
+    """KL without the largest tokens and the extremes are remembered, those that were not seen too."""
+
+    def observation(step):
+        kl = 0.02 if step <= 60 else 0.02 * 1.25 ** (step - 60)
+        tokens = {"kl_token_mean": kl, "kl_trimmed": 0.02, "log_ratio_extreme": 20.0 + 0.1 * (step % 3)}
+        return Observation(step, kl_mean=kl, **(tokens if step % 7 or step > 20 else {}))
+
+    detector, found = KLBlowup(), []
+    for step in range(1, 100):
+        if step == split:
+            state = json.loads(json.dumps(detector.state_dict()))
+            detector = KLBlowup()
+            detector.load_state_dict(state)
+        found += [finding for finding in [detector.update(observation(step))] if finding]
+    assert [(finding.severity.value, finding.evidence["few_tokens"]) for finding in found] == [("warn", True)]
 
 
 def test_a_rising_extreme_stays_critical():
