@@ -17,13 +17,15 @@ SIZE = 1000  # observations in a block
 FEWEST = 16  # that are worth a block
 WORTH = EVERY // 4  # bytes of lines that are worth the work
 _BEGINNING = b'{"type":"observation",'
+# What these say has its own step: it counts the same before an observation of the same attempt and after it.
+_ANYWHERE = (b'{"type":"checkpoint",', b'{"type":"finding",', b'{"type":"alert",')
 
 
 def in_blocks(path: Path, upto: int) -> Iterator[bytes]:
     """Yield the first `upto` bytes of a journal with all but the last observations in blocks; nothing where few are.
 
-    A block holds a row of observations exactly, as packed columns. All other records, and lines that cannot be read,
-    stay as they are, where they are.
+    A block holds a row of observations exactly, as packed columns; checkpoints, findings and alerts that stood within
+    the row come after it. All other records, and lines that cannot be read, stay as they are, where they are.
     """
     sizes = [len(line) for line in lines_of(path, upto) if line.startswith(_BEGINNING)]
     old = len(sizes) - KEEP
@@ -35,7 +37,7 @@ def in_blocks(path: Path, upto: int) -> Iterator[bytes]:
         if line.startswith(_BEGINNING):
             seen += 1
             is_old = seen <= old
-        if not (is_old and row.add(line)):
+        if not (row.pass_by(line) or (is_old and row.add(line))):
             yield from row.take()
             yield line
         elif len(row.history) >= SIZE:
@@ -52,7 +54,16 @@ class _Row:
     def _begin(self) -> None:
         self.history = History()
         self._lines: list[bytes] = []
+        self._passing: list[bytes] = []
         self._attempt: Any = None
+
+    def pass_by(self, line: bytes) -> bool:
+        """Take in a record that may come after the row as well; return whether it is one, and there is a row."""
+        if not len(self.history) or not line.startswith(_ANYWHERE):
+            return False
+        self._lines.append(line)
+        self._passing.append(line)
+        return True
 
     def add(self, line: bytes) -> bool:
         """Take in an observation; return whether it is one that goes on from those before."""
@@ -80,4 +91,5 @@ class _Row:
         else:
             block = {"type": "block", "attempt": self._attempt, **self.history.packed()}
             yield encode(block).encode() + b"\n"
+            yield from self._passing
         self._begin()

@@ -170,6 +170,25 @@ def test_blocks_are_there_and_short(tmp_path, small):
     assert short.stat().st_size < path.stat().st_size / 2
 
 
+def test_checkpoints_and_findings_between_observations_do_not_hinder(tmp_path, small):
+    """A run that saves at every other step, and has a finding now and then."""
+    path = tmp_path / "journal.jsonl"
+    records = []
+    for i in range(1000):
+        records.append({"type": "observation", "attempt": 0, "step": i, "kl_mean": i / 7})
+        if i % 2:
+            records.append({"type": "checkpoint", "step": i, "path": f"checkpoint-{i}", "calm": True})
+        if i % 7 == 0:
+            finding = Finding("KL_SPIKES", Severity.INFO, i, None, None, {})
+            records.append({"type": "finding", "finding": finding.to_dict()})
+    path.write_bytes(written(records))
+    short = shortened(path)
+    kinds = [record["type"] for record in read_journal(short)[0]]
+    assert (kinds.count("block"), kinds.count("checkpoint"), kinds.count("finding")) == (25, 500, 143)
+    memories = [recall(read_journal(file)[0]) for file in (path, short)]
+    assert facts_of(memories[0]) == facts_of(memories[1])
+
+
 # A guard that shortens its journal, beside one that does not.
 
 
