@@ -82,7 +82,7 @@ def replay(
     ------
     ValueError
         For a row that cannot be read; the message has its number, and for a file path and line. For a file that holds
-        no KL, a `key` that is not there, and rows of which most go back in step.
+        no KL, a `key` that is not there, and rows that are not in the order of their steps.
     OSError
         If the file cannot be opened.
 
@@ -122,8 +122,9 @@ def judged(series: Series, config: GuardConfig, overrides: Mapping[str, Any]) ->
         answer = guard.take(observation)
         findings += answer.findings
         decision = answer if answer and not decision else decision
-    if notes.count("back") > max(FEW, read // 2):
-        raise ValueError(f"{series.place}steps go back in most rows: sort them by step, the first step first")
+    back, lost = notes.count("back"), read - len(guard.history)
+    if back > max(FEW, read // 4) or (back > max(FEW - 1, read // 20) and lost > read // 2):
+        raise ValueError(f"{series.place}steps go back in {back} of {read} rows: sort them, the first step first")
     source = _as_read(series.source, built)
     return ReplayResult(
         tuple(findings), decision, len(guard.history), (*series.notes, *notes.texts), source

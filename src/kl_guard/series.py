@@ -9,6 +9,7 @@ from typing import Any
 
 from kl_guard.config import KLKind
 from kl_guard.logs import Log
+from kl_guard.logs.tally import Tally
 from kl_guard.logs.text import EVERY
 from kl_guard.observation import Observation, as_number
 from kl_guard.progress import Told
@@ -168,6 +169,7 @@ class Series:
         numbers = count(1)
         rows, self._begun = self._begun or self._placed(), None
         clocks = self._reader.clocks
+        tally = None if log is None else Tally(log.notes, "value")
         for place, (where, row) in enumerate(rows, start=1):
             values = values_of(row)
             for clock in clocks:
@@ -189,7 +191,14 @@ class Series:
             try:
                 yield place, self._observation(values, number if step is None else step, row.get("window") or 1)
             except ValueError as error:
-                raise ValueError(f"{where}row {place}: {error}") from error
+                if tally is None:
+                    raise ValueError(f"row {place}: {error}") from error
+                tally.bad(f"{where}row {place}: {error}")
+            else:
+                if tally is not None:
+                    tally.good += 1
+        if tally is not None:
+            tally.settle()
         if log is not None and key is None:
             self._note("the log has no steps: they are counted, one for each row")
         if stepless:

@@ -74,7 +74,7 @@ def test_what_is_no_log(here, capsys, content, message):
         (["replay", "run.jsonl", "--sweep", "ratio=4", "ratio=5"], "--sweep takes each knob once"),
         (["replay", "no\x1b[31mthere"], "no\\x1b[31mthere: No such file"),
         (["replay", "run.jsonl", "--\x1b[31m\nx"], "unrecognized arguments: --\\x1b[31m\\nx"),
-        (["watch", "folder"], "folder: Is a directory"),
+        (["watch", "folder"], "folder: watch takes a file, and this is a folder"),
         (["watch", "run.jsonl", "--interval", "inf"], "--interval must be a number above 0, got inf"),
         (["watch", "run.jsonl", "--idle", "nan"], "--idle must be a number of at least 0, got nan"),
         (["report", "\x1b[31m"], "\\x1b[31m has no kl_guard/journal.jsonl"),

@@ -68,7 +68,7 @@ def test_the_files_of_a_run_are_not_overwritten(command):
 @pytest.mark.parametrize("command", [["report", "run", "--output"], ["replay", "run.jsonl", "--report"]])
 def test_a_disk_that_is_full_leaves_the_old_report(command):
     """And one line that names it; no draft stays."""
-    Path("out.html").write_text("old")
+    Path("out.html").write_text("<!DOCTYPE html>old")
     before = contents()
     status, errors = kl_guard(*command, "out.html", most=4096)
     assert (status, errors) == (2, "kl-guard: error: out.html: File too large\n")

@@ -104,13 +104,19 @@ def run(options: argparse.Namespace) -> int:
         print(as_text(told[0]))
     elif told:
         print(table(told))
-        for note in dict.fromkeys(note for one in told for note in one.result.notes):
+        for note in dict.fromkeys(_of_log(one.log, note) for one in told for note in one.result.notes):
             print(terminal.wrapped(terminal.in_one_line(f"note: {note}")), file=sys.stderr)
     return terminal.USAGE if unread else 0
 
 
+def _of_log(log: str, note: str) -> str:
+    return note if note.startswith(log) else f"{log}: {note}"
+
+
 def _files(log: Path) -> list[Path]:
     """Return the files that a log is read from: where it is a folder, all that are in it."""
+    if str(log) == "-":
+        log = Path("/dev/stdin")
     return [path for path in log.rglob("*") if path.is_file()] if log.is_dir() else [log]
 
 

@@ -49,7 +49,10 @@ def run_report(options: argparse.Namespace) -> int:
     target = Path(options.output) if options.output else folder / "report.html"
     own = [path for path in folder.rglob("*") if path.is_file() and path.name != "report.html"]
     refuse_to_overwrite(target, own)
-    write_page(target, render(story_of(folder)))
+    story = story_of(folder)
+    if not len(story.history):
+        raise ValueError(f"{folder / 'journal.jsonl'}: no observation in it")
+    write_page(target, render(story))
     print(terminal.in_one_line(str(target)) if sys.stdout.isatty() else target)
     return 0
 
@@ -65,6 +68,8 @@ def run_tokens(options: argparse.Namespace) -> int:
         raise ValueError(f"{folder / NAME} is not there: no tokens were observed in this run")
     ledger = OutlierLedger()
     ledger.recall(JsonLines(folder / NAME).tail())
+    if ledger.last_step is None:
+        raise ValueError(f"{folder / NAME}: no tokens in it")
     if options.step is not None:
         rows = [{"kl": o.kl, **o.to_dict()} for o in ledger.at(options.step)]
         if not rows:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kl_guard import Decision, Finding, KLGuard
     from kl_guard.alerts import Alerts
     from kl_guard.logs import Follower
+    from kl_guard.logs.text import Notes
 
 CRITICAL = 1
 LONGEST = 1e6  # seconds
@@ -75,8 +76,9 @@ def run(options: argparse.Namespace) -> int:
     if options.idle is not None and not options.idle >= 0:
         raise ValueError(f"--idle must be a number of at least 0, got {options.idle}")
     if Path(options.log).exists():  # said at once what is wrong with it; one that is not there may come
-        if not Path(options.log).is_dir() and not Path(options.log).is_file():
-            raise ValueError(f"{options.log}: watch takes a file, and this is a pipe or a device")
+        if not Path(options.log).is_file():
+            kind = "a folder" if Path(options.log).is_dir() else "a pipe or a device"
+            raise ValueError(f"{options.log}: watch takes a file, and this is {kind}")
         Path(options.log).open("rb").close()
     guard = KLGuard(GuardConfig.build(**knobs.given(options)), announce=False, rank=0, alerts=())
     quiet_since = time.monotonic()
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             for note in follower.notes.news():
                 view.note(note)
             for row in rows:
-                decision = _take(guard, row, options.key)
+                decision = _take(guard, row, options.key, follower.notes)
                 grave = [one for one in decision.findings if one.severity == "critical" or one == decision.reason]
                 for finding in grave:
                     _tell(alerts, guard, finding, options, runs=command.waits)
@@ -112,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
             time.sleep(options.interval)
 
 
-def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
+def _take(guard: KLGuard, row: dict[str, Any], key: str | None, notes: Notes) -> Decision:
     """Take in a row; where steps go back, the run has been resumed."""
     from kl_guard.names import STEPS
     from kl_guard.observation import as_step
@@ -122,6 +124,7 @@ def _take(guard: KLGuard, row: dict[str, Any], key: str | None) -> Decision:
     except ValueError:
         step = None
     if step is not None and len(guard.history) and step < guard.history.steps[-1]:
+        notes.add("back", f"steps go back from {guard.history.steps[-1]} to {step}, read as a resume")
         guard.resumed(max(0, step - 1))
     return guard.log(row, step, key=key)
 

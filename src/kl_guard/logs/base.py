@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_guard.config import KLKind
+from kl_guard.logs.tally import Tally
 from kl_guard.logs.text import Lines, Notes
 from kl_guard.progress import Told
 
@@ -67,9 +68,29 @@ class LineFormat(ABC):
     none_is_nan = False
     may_round = False
 
+    def __init__(self) -> None:
+        self._damage: list[tuple[int, str]] = []
+
     def without_kl(self, names: list[str]) -> str:
         """Return the complaint about a log that has only these names."""
         return without_kl(names)
+
+    def read(self, line: str) -> list[Row]:
+        """Return the rows that are known with this line; what is wrong is told by `damage`."""
+        try:
+            return self.parse(line)
+        except ValueError as error:
+            self._damage.append((0, str(error)))
+            return []
+
+    def damage(self) -> list[tuple[int, str]]:
+        """Return, once, which lines could not be read: how many lines before the last one, and what is wrong."""
+        damage, self._damage = self._damage, []
+        return damage
+
+    def finish(self) -> list[Row]:
+        """Return the rows that waited for lines that did not come."""
+        return []
 
     @abstractmethod
     def parse(self, line: str) -> list[Row]:
@@ -99,28 +120,25 @@ class LineLog(Log):
 
     def rows(self) -> Iterator[Row]:  # noqa: D102
         self.notes.clear()
-        form = self._make_format()
-        good = bad = 0  # lines that gave rows, lines that could not be read
-        first = ""  # what was wrong with the first bad one
+        form, tally = self._make_format(), Tally(self.notes)
         self._lines.on_share = self.on_share
         for line in self._lines:
-            try:
-                found = form.parse(line)
-            except ValueError as error:
-                where = f"{self.path}: line {self._lines.number} "
-                if good and self._lines.torn:
-                    self.notes.add("torn", f"{where}is torn; it is left out")
-                    break
-                if not good:
-                    raise ValueError(f"{where}{error}") from error
-                first = first or f"{where}{error}"
-                bad += 1
-                self.notes.add("damaged", f"{where}{error}; it is left out")
-                continue
-            good += bool(found)
+            found = form.read(line)
+            self._count(form, tally, len(found))
             yield from found
-        if bad >= good > 0:
-            raise ValueError(f"{first} (and {bad - 1} more like it)" if bad > 1 else first)
+        found = form.finish()
+        self._count(form, tally, len(found))
+        yield from found
+        tally.settle()
+
+    def _count(self, form: LineFormat, tally: Tally, found: int) -> None:
+        tally.good += found
+        for back, what in form.damage():
+            place = f"{self.path}: line {self._lines.number - back}"
+            if back == 0 and self._lines.torn and tally.good:
+                self.notes.add("torn", f"{place} is torn; it is left out")
+            else:
+                tally.bad(f"{place} {what}")
 
     def without_kl(self, names: list[str]) -> str:  # noqa: D102
         return self._without_kl(names)

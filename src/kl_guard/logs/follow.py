@@ -125,8 +125,7 @@ class Follower:
             if not text.strip():
                 return []
             self._format = line_format(text)()
-        try:
-            return self._format.parse(text)
-        except ValueError as error:
-            self.notes.add("line", f"{self.path}: line {self.line} {error}; it is left out")
-            return []
+        rows = self._format.read(text)
+        for back, what in self._format.damage():
+            self.notes.add("line", f"{self.path}: line {self.line - back} {what}; it is left out")
+        return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -43,6 +44,8 @@ def open_log(path: str | os.PathLike[str]) -> Log:
         return EventLog(path)
     if not head:
         raise ValueError(f"{path}: empty, so neither JSON nor a CSV file")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{path}: UTF-16, which is not read; save it as UTF-8")
     if b"\0" in head.lstrip().partition(b"\n")[0]:  # further on a crash may have left some
         raise ValueError(f"{path}: binary, neither JSON nor a CSV file nor text that a trainer prints")
     text = head.decode("utf-8-sig", "replace")

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+_PAGE = b"<!doctype html"
+
 
 def write_page(path: Path, page: str) -> Path:
     """Write a page beside `path` and put it there by one rename; a device or a pipe is written to as it is.
@@ -36,14 +38,19 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def refuse_to_overwrite(path: Path, read: Iterable[Path]) -> None:
-    """Raise where a report would take the place of what is read for it.
+    """Raise where a report would take the place of what is read for it, or of anything else but a page.
 
     Raises
     ------
     ValueError
-        When `path` is one of the files, through links too.
+        When `path` is one of the files, through links too, or a file that is no HTML.
     """
     for file in read:
         with contextlib.suppress(OSError):
             if path.samefile(file):
                 raise ValueError(f"{path} is {file}, which is read here: the report would overwrite it")
+    if path.is_file():
+        with path.open("rb") as there:
+            beginning = there.read(len(_PAGE)).lower()
+        if beginning not in (b"", _PAGE):
+            raise ValueError(f"{path} is there and no report: it would be overwritten")
