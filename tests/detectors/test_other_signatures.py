@@ -155,6 +155,8 @@ def test_entropy_collapse():
     assert said(EntropyCollapse(), [{"entropy": 0.8}] * 6 + [low] * 9) == []
     assert said(EntropyCollapse(), [{"entropy": 0.8}] * 6 + [{"entropy": 0.07}] * 3) == [(9, "warn")]
     assert said(EntropyCollapse(), [{"entropy": math.nan}] * 20) == []
+    assert said(EntropyCollapse(), [{"entropy": 0.5}] * 6 + [{"entropy": 0.1}] * 9) == []
+    assert said(EntropyCollapse(), [{"entropy": 0.5}] * 6 + [{"entropy": 0.04}] * 9) == [(9, "warn")]
 
 
 def test_entropy_collapse_where_a_step_is_told_twice():

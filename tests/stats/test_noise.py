@@ -35,6 +35,16 @@ def test_equals_a_regression_of_each_half(values, start):
     assert log_noise(values, LEAST, start) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("length", [6, 7, 8, 9, 41, 80])
+def test_equals_it_for_halves_of_any_length(length):
+    """From the shortest with a line and something beside it."""
+    values = np.exp(np.random.default_rng(length).normal(0, 0.5, length)).tolist()
+    half = length // 2
+    expected = min(about_a_line(values[:half]), about_a_line(values[half:]))
+    assert expected > 0
+    assert log_noise(values, LEAST) == pytest.approx(expected, rel=1e-9)
+
+
 def test_only_the_end_of_a_long_half_counts():
     """What lies more than 128 numbers before the end of a half changes nothing."""
     rng = np.random.default_rng(0)
