@@ -98,10 +98,10 @@ class CsvFormat(LineFormat):
         ]
 
     def _is_header(self, cells: list[str]) -> bool:
+        if any(map(_is_number, cells)):
+            return False
         names = [cell.strip() for cell in cells]
-        return names == self._header or (
-            sum(is_known(name) or name in STEPS for name in names) > 1 and not any(map(_is_number, names))
-        )
+        return names == self._header or sum(is_known(name) or name in STEPS for name in names) > 1
 
     def _cells(self, text: str) -> list[str]:
         if '"' not in text:
