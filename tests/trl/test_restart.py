@@ -42,6 +42,7 @@ def test_a_process_killed_after_the_decision_goes_back_when_started_again(make_t
     assert (tmp_path / "run" / "kl_guard" / "quarantine" / "attempt-0-checkpoint-10").is_dir()
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("stop", "factors"), [(7, {7: 0.5, 14: 0.5}), (11, {7: 0.5, 11: 0.5, 14: 0.5})])
 def test_a_process_killed_in_a_later_attempt_goes_on_in_it(make_trainer, tmp_path, stop, factors):
     """Before the first checkpoint of the new attempt, and after: same attempt, budget, factors, and beta."""
@@ -102,6 +103,7 @@ def test_a_second_train_call_begins_anew(make_trainer):
     assert training_logs(trainer)[0]["learning_rate"] == pytest.approx(1e-4)
 
 
+@pytest.mark.newest
 def test_the_halted_state_of_a_later_attempt_can_be_resumed(make_trainer, tmp_path):
     """It holds the learning rate of its attempt; beta is put back."""
     guard = KLGuardCallback(action="rollback")

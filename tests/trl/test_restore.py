@@ -23,6 +23,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_failed_check_halts_and_names_itself(make_trainer, caplog, name):
     """Each part of what was restored made wrong behind the guard's back: no step is trained from it."""
@@ -59,6 +60,7 @@ def test_a_checkpoint_that_the_trainer_cannot_load(make_trainer, monkeypatch):
     assert "size mismatch" in guard.decision.note
 
 
+@pytest.mark.newest
 def test_the_users_own_errors_go_through(make_trainer):
     """An exception in training, before or after a rollback, is the user's."""
 

@@ -97,6 +97,7 @@ def test_after_a_halt_the_named_checkpoint_can_be_resumed(make_trainer, tmp_path
     assert list(calm.guard.history.steps) == list(range(1, 61))
 
 
+@pytest.mark.newest
 def test_the_same_failure_after_going_back_is_halted_again(make_trainer):
     """A finding that the resume took back can be said again."""
     guard, _ = run(make_trainer)
@@ -124,6 +125,7 @@ def test_a_fresh_start_in_a_used_folder(make_trainer, tmp_path):
     assert (tmp_path / "run" / "kl_guard" / f"journal-{old.guard.run_id}.jsonl").is_file()
 
 
+@pytest.mark.newest
 def test_checkpoints_of_an_earlier_process_are_found(make_trainer, tmp_path):
     """Without a journal the folder tells which checkpoints there are."""
     run(make_trainer, Stop(34))

@@ -113,6 +113,7 @@ def test_new_noise_from_the_first_step_on(make_trainer, tmp_path):
         assert (first == second) == (not noise)
 
 
+@pytest.mark.newest
 def test_factors_do_not_add_up(make_trainer):
     """After two rollbacks 0.25 of the original, whichever attempt the checkpoint was saved in."""
     guard = KLGuardCallback(action="rollback", grace=0)

@@ -50,6 +50,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("arguments", "line"), LIMITS.values(), ids=LIMITS.keys())
 def test_limits_are_said_at_the_start(make_trainer, caplog, arguments, line):
     """One line each, on a real trainer."""
