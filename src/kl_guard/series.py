@@ -10,7 +10,7 @@ from typing import Any
 from kl_guard.config import KLKind
 from kl_guard.logs import Log
 from kl_guard.logs.tally import Tally
-from kl_guard.logs.text import EVERY
+from kl_guard.logs.text import EVERY, Notes
 from kl_guard.observation import Observation, as_number
 from kl_guard.progress import Told
 from kl_guard.reading import ROUNDING, KLSource, MetricReader, seconds_in
@@ -169,7 +169,7 @@ class Series:
         numbers = count(1)
         rows, self._begun = self._begun or self._placed(), None
         clocks = self._reader.clocks
-        tally = None if log is None else Tally(log.notes, "value")
+        tally = Tally(Notes() if log is None else log.notes, "value")
         for place, (where, row) in enumerate(rows, start=1):
             values = values_of(row)
             for clock in clocks:
@@ -191,14 +191,12 @@ class Series:
             try:
                 yield place, self._observation(values, number if step is None else step, row.get("window") or 1)
             except ValueError as error:
-                if tally is None:
+                if log is None:
                     raise ValueError(f"row {place}: {error}") from error
                 tally.bad(f"{where}row {place}: {error}")
             else:
-                if tally is not None:
-                    tally.good += 1
-        if tally is not None:
-            tally.settle()
+                tally.good += 1
+        tally.settle()
         if log is not None and key is None:
             self._note("the log has no steps: they are counted, one for each row")
         if stepless:

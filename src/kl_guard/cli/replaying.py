@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     if options.report:
         from kl_guard.report.writing import refuse_to_overwrite
 
-        refuse_to_overwrite(Path(options.report), _files(Path(options.logs[0])))
+        log = "/dev/stdin" if options.logs[0] == piped.STDIN else options.logs[0]
+        refuse_to_overwrite(Path(options.report), _files(Path(log)))
     asked = [
         Question({**knobs.given(options), **setting}, setting, options.hours, options.cost_per_hour)
         for setting in settings
@@ -115,8 +116,6 @@ def _of_log(log: str, note: str) -> str:
 
 def _files(log: Path) -> list[Path]:
     """Return the files that a log is read from: where it is a folder, all that are in it."""
-    if str(log) == "-":
-        log = Path("/dev/stdin")
     return [path for path in log.rglob("*") if path.is_file()] if log.is_dir() else [log]
 
 

@@ -45,8 +45,6 @@ class CsvFormat(LineFormat):
         try:
             return self._rows("\n".join(whole))
         except ValueError:
-            if len(whole) == 1:
-                raise
             self._open = whole
             return self._reread()
 
