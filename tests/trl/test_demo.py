@@ -21,9 +21,10 @@ def example(name, *arguments, encoding="utf-8"):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
-def test_the_demo_passes_and_halts(tmp_path):
-    """A healthy run passes, a run whose learning rate is raised is halted; on the plainest of terminals too."""
-    run = example("trl_grpo.py", "--output-dir", tmp_path / "out", encoding="ascii")
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_demo_passes_and_halts(tmp_path, encoding):
+    """A healthy run passes, a run whose learning rate is raised is halted; both on any terminal."""
+    run = example("trl_grpo.py", "--output-dir", tmp_path / "out", encoding=encoding)
     assert run.returncode == 0, run.stderr[-3000:]
     for part in ("halted: False; findings: 0", "by KL_BLOWUP", "go back to: ", "As expected"):
         assert part in run.stdout

@@ -33,11 +33,11 @@ def check(pairs, folder):
 
 
 def test_one_rank_sees_the_trouble(fitted, tmp_path):
-    """Both stop at the same step, two times of two (twenty under `make soak`).
+    """Both stop at the same step, three times of three (twenty under `make soak`).
 
     Where one has a broken guard its training goes on, and a later halt of the other rank still stops both.
     """
-    (sees, fault), errors = torchrun(["sees", "fault"], fitted, tmp_path, 2)
+    (sees, fault), errors = torchrun(["sees", "fault"], fitted, tmp_path, 3)
     check(sees, tmp_path / "sees")
     check(fault, tmp_path / "fault")
     assert "a fault of the guard itself" in errors
